@@ -1,0 +1,3 @@
+"""kvbus: the coordination plane for disaggregated vLLM serving."""
+
+__version__ = "0.1.0"

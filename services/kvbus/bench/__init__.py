@@ -1,0 +1,1 @@
+"""Measurements: ratios of things run in turn, with their spread."""

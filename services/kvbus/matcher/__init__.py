@@ -1,0 +1,1 @@
+"""The push matcher: pairs registrations with producers."""

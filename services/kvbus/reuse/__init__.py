@@ -1,0 +1,1 @@
+"""Conversations keep their KV: offers, look-ups and claims."""

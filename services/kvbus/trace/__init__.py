@@ -1,0 +1,1 @@
+"""Reading the trace: what happened to a request, message by message."""
