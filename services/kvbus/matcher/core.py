@@ -26,17 +26,9 @@ Feeding a recording into a fresh core ends in the same state as the first run.
 
 from collections import Counter, deque
 
+from kvbus.matcher import checks
 from kvbus.matcher.book import Book, Contradiction, Transfer
-from kvbus.matcher.checks import (
-    Refusal,
-    check_alone,
-    check_pair,
-    check_ready,
-    check_repeat,
-    order_of,
-    same_facts,
-    unavailable_to,
-)
+from kvbus.matcher.checks import Refusal
 from kvbus.matcher.engines import Engines
 from kvbus.matcher.tombstones import Tombstone, delivery_of
 from kvbus_schemas import (
@@ -159,7 +151,7 @@ class MatcherCore:
         if transfer is not None and transfer.registration is not None:
             return self._registered_again(transfer, transfer.registration, registration)
         self._book.counters["registered"] += 1
-        if refusal := check_alone(registration, left_s):
+        if refusal := checks.check_alone(registration, left_s):
             return self._refuse(registration, refusal)
         transfer = self._book.admit(key, self._book.now_s + left_s)
         if transfer is None:
@@ -174,7 +166,7 @@ class MatcherCore:
     def _registered_again(
         self, transfer: Transfer, first: BlocksRegistered, registration: BlocksRegistered
     ) -> list[Post]:
-        if same_facts(first, registration):
+        if checks.same_facts(first, registration):
             if transfer.delivery == delivery_of(registration):
                 return []
             transfer.delivery = delivery_of(registration)
@@ -185,7 +177,7 @@ class MatcherCore:
         text = f"another registration of this transfer stands, by {first.consumer_id!r}"
         self._book.contradicts(transfer, registration, text)
         self._book.refused["contradiction"] += 1
-        return [Post(registration.consumer_id, unavailable_to(registration, "refused", text))]
+        return [Post(registration.consumer_id, checks.unavailable_to(registration, "refused", text))]
 
     def _ready(self, ready: BlocksReady, age_s: float) -> list[Post]:
         key = ready.transfer_id
@@ -199,9 +191,9 @@ class MatcherCore:
         self._book.counters["ready"] += first is None
         refusal = None
         if transfer.registration is not None:
-            refusal = check_ready(transfer.registration, ready)
+            refusal = checks.check_ready(transfer.registration, ready)
         elif first is not None:
-            refusal = check_repeat(first, ready)
+            refusal = checks.check_repeat(first, ready)
         return self._cancel_both(key, transfer, ready, refusal.text) if refusal else []
 
     def _unavailable(self, message: BlocksUnavailable) -> list[Post]:
@@ -212,7 +204,7 @@ class MatcherCore:
         self._end(message, "unavailable", message.reason, message.detail or f"said by {message.producer_id!r}")
         if registration is None:
             return []
-        return [Post(registration.consumer_id, unavailable_to(registration, message.reason, message.detail))]
+        return [Post(registration.consumer_id, checks.unavailable_to(registration, message.reason, message.detail))]
 
     def _closed(self, message: TransferClosed) -> list[Post]:
         transfer = self._book.open.get(message.transfer_id)
@@ -241,9 +233,9 @@ class MatcherCore:
             overdue = transfer.held_until_s <= self._book.now_s
             refusal = self._engines.missing(registration, overdue=overdue)
             return self._refuse(registration, refusal) if refusal else []
-        refusal = check_pair(registration, producer, consumer)
+        refusal = checks.check_pair(registration, producer, consumer)
         if refusal is None and transfer.ready is not None:
-            refusal = check_ready(registration, transfer.ready)
+            refusal = checks.check_ready(registration, transfer.ready)
         if refusal is not None:
             return self._refuse(registration, refusal)
         transfer.ordered_to = producer.incarnation
@@ -260,21 +252,21 @@ class MatcherCore:
         told = [registration.consumer_id]
         if self._engines.named(registration.producer_id) and registration.producer_id not in told:
             told.append(registration.producer_id)
-        return [Post(to, unavailable_to(registration, reason, refusal.text)) for to in told]
+        return [Post(to, checks.unavailable_to(registration, reason, refusal.text)) for to in told]
 
     def _answer_late(self, tombstone: Tombstone, registration: BlocksRegistered) -> list[Post]:
         if tombstone.closed_by == registration.consumer_id or tombstone.answered == delivery_of(registration):
             return []
         self._book.refused["tombstone"] += 1
         tombstone.answered = delivery_of(registration)
-        return [Post(registration.consumer_id, unavailable_to(registration, tombstone.reason, tombstone.detail))]
+        return [Post(registration.consumer_id, checks.unavailable_to(registration, tombstone.reason, tombstone.detail))]
 
     def _order_again(self, transfer: Transfer) -> Post | None:
         registration, incarnation = transfer.registration, transfer.ordered_to
         if registration is None or incarnation is None:
             return None
         return Post(
-            registration.producer_id, order_of(registration, incarnation, transfer.expires_s - self._book.now_s)
+            registration.producer_id, checks.order_of(registration, incarnation, transfer.expires_s - self._book.now_s)
         )
 
     def _cancel_both(self, key: str, transfer: Transfer, message: BlocksReady, text: str) -> list[Post]:
@@ -297,7 +289,9 @@ class MatcherCore:
             elif registration.producer_id == engine_id and transfer.ordered_to == incarnation:
                 detail = f"engine {engine_id!r} is gone"
                 self._book.finish(key, "producer_gone", detail)
-                posts.append(Post(registration.consumer_id, unavailable_to(registration, "producer_gone", detail)))
+                posts.append(
+                    Post(registration.consumer_id, checks.unavailable_to(registration, "producer_gone", detail))
+                )
             elif (registration.consumer_id, registration.consumer_incarnation) == (engine_id, incarnation):
                 self._book.finish(key, "aborted", f"consumer {engine_id!r} is gone")
                 cancel = CancelOrdered(transfer_id=key, reason="consumer_gone")
