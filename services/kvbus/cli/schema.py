@@ -1,0 +1,40 @@
+"""`kvbus schema`: the bus as JSON Schema or AsyncAPI, for programs that are not written in Python."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvbus import __version__
+from kvbus_schemas import docs
+
+
+class Form(StrEnum):
+    """Which document."""
+
+    JSON = "json"
+    ASYNCAPI = "asyncapi"
+
+
+def document(form: Form) -> str:
+    """The document as it is checked in under schemas/."""
+    return docs.text_of(docs.json_schema() if form is Form.JSON else docs.asyncapi(__version__))
+
+
+def schema(
+    form: Annotated[
+        Form, typer.Argument(help="json: JSON Schema of every message; asyncapi: the whole bus")
+    ] = Form.JSON,
+    out: Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")] = None,
+) -> None:
+    """Print the JSON Schema or the AsyncAPI document of the bus."""
+    if out is None:
+        print(document(form), end="")
+    else:
+        out.write_text(document(form), encoding="utf-8")
+
+
+def register(app: typer.Typer) -> None:
+    """Add `kvbus schema`."""
+    app.command("schema")(schema)
