@@ -1,0 +1,84 @@
+"""What comes in: bytes to messages, dead letters, and handlers that may fail without stopping anything."""
+
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import structlog
+from nats.aio.msg import Msg
+
+from kvbus.bus.link import Link
+from kvbus.errors import BusError
+from kvbus_schemas import AnyMessage, DeadLetter, UndecodableError, decode, subjects
+
+DEAD_LETTERS_PER_S_MAX = 100
+"""Beyond it dead letters are counted and not reported."""
+REASON_CHARS_MAX = 300
+
+log = structlog.get_logger(__name__)
+
+Handler = Callable[[AnyMessage], Awaitable[None] | None]
+
+_SENDER_TOKEN = 4
+
+
+class Inbound:
+    """The receiving half of a Bus."""
+
+    def __init__(self, link: Link, name: str) -> None:
+        self._link = link
+        self._name = name
+        self._second = 0
+        self._reported = 0
+
+    async def decoded(self, msg: Msg) -> AnyMessage | None:
+        """The message, or None after a dead letter."""
+        self._link.counters.received += 1
+        try:
+            message = decode(msg.data)
+            _check_speaker(msg.subject, message)
+        except UndecodableError as error:
+            await self._dead_letter(msg, str(error))
+            return None
+        return message
+
+    async def handle(self, handler: Handler, message: AnyMessage) -> None:
+        """Call `handler`; what it raises is logged and counted."""
+        try:
+            result = handler(message)
+            if result is not None:
+                await result
+        except Exception as error:
+            self.failed(message, error)
+
+    def failed(self, message: AnyMessage, error: Exception) -> None:
+        """Count and log what a handler raised."""
+        self._link.counters.handler_errors += 1
+        log.error("handler_failed", kind=type(message).__name__, key=message.key, error=repr(error), exc_info=error)
+
+    async def _dead_letter(self, msg: Msg, reason: str) -> None:
+        self._link.counters.dead_letters += 1
+        if not self._may_report():
+            return
+        log.warning("dead_letter", subject=msg.subject, reason=reason[:REASON_CHARS_MAX])
+        letter = DeadLetter(
+            source=self._name, subject=msg.subject, reason=reason[:REASON_CHARS_MAX], size_bytes=len(msg.data)
+        )
+        try:
+            await self._link.publish(subjects.dead_letters_of(self._name), msgspec.msgpack.encode(letter))
+        except BusError as error:
+            log.warning("dead_letter_unreported", error=str(error))
+
+    def _may_report(self) -> bool:
+        second = int(time.monotonic())
+        if second != self._second:
+            self._second, self._reported = second, 0
+        self._reported += 1
+        return self._reported <= DEAD_LETTERS_PER_S_MAX
+
+
+def _check_speaker(subject: str, message: AnyMessage) -> None:
+    """NATS permissions pin the sender in the subject; the envelope may name nobody else."""
+    tokens = subject.split(".")
+    if len(tokens) > _SENDER_TOKEN and message.source not in ("", tokens[_SENDER_TOKEN]):
+        raise UndecodableError(f"{tokens[_SENDER_TOKEN]} speaks as {message.source}")

@@ -1,0 +1,76 @@
+"""The trace: the stream that captures every message, how it is set up, and where it ends."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvbus.bus.jetstream import NS, JetStream, whole_seconds
+from kvbus.bus.settings import BusSettings
+from kvbus.errors import BusError
+from kvbus_schemas import AnyMessage, UndecodableError, decode, subjects
+
+MARK_ROOT = "kvbus.mark"
+MARK_TIMEOUT_S = 10.0
+MARK_POLL_S = 0.002
+MARK_TTL_S = 5
+
+STREAM_NEEDS = ("subjects", "allow_direct", "allow_msg_ttl", "no_ack")
+
+
+def stream_config(settings: BusSettings) -> dict[str, Any]:
+    """The stream's settings. `no_ack` matters: an acknowledging stream would answer every request on the bus before
+    its responder does."""
+    return {
+        "name": subjects.TRACE_STREAM,
+        "subjects": [subjects.everything(), f"{MARK_ROOT}.>"],
+        "retention": "limits",
+        "discard": "old",
+        "storage": "file",
+        "num_replicas": settings.trace_replicas,
+        "max_age": whole_seconds(settings.trace_max_age_s) * NS,
+        "max_bytes": settings.trace_max_bytes,
+        "max_msgs": -1,
+        "max_consumers": -1,
+        "max_msg_size": -1,
+        "max_msgs_per_subject": -1,
+        "no_ack": True,
+        "allow_direct": True,
+        "allow_msg_ttl": True,
+    }
+
+
+async def mark(jetstream: JetStream, owner: str, number: int) -> int:
+    """The stream's sequence number now: all that anyone has published so far is at or below it.
+
+    The stream takes messages in after they were delivered, so its own count may be behind. A mark of ours queues up
+    like any other message; once it can be read, so can all before it. `number` rises with each mark of `owner`.
+    """
+    subject = f"{MARK_ROOT}.{subjects.token(owner)}"
+    headers = {"Nats-TTL": str(MARK_TTL_S)}
+    try:
+        async with asyncio.timeout(MARK_TIMEOUT_S):
+            await jetstream.link.publish(subject, str(number).encode(), headers)
+            while True:
+                stored = await jetstream.last(subjects.TRACE_STREAM, subject)
+                if stored is not None and int(stored.data) >= number:
+                    return stored.seq
+                jetstream.link.denials.check_publish(subject)
+                await asyncio.sleep(MARK_POLL_S)
+    except TimeoutError:
+        raise BusError(f"the stream {subjects.TRACE_STREAM} took in nothing for {MARK_TIMEOUT_S} s") from None
+
+
+async def replay(
+    jetstream: JetStream, subject: str, *, since_seq: int, since_s: float | None, limit: int | None
+) -> AsyncIterator[tuple[int, float, str, AnyMessage]]:
+    """What the stream holds, as `Bus.replay` describes it."""
+    count = 0
+    async for stored in jetstream.read(subjects.TRACE_STREAM, subject, after_seq=since_seq, since_s=since_s):
+        if limit is not None and count >= limit:
+            return
+        try:
+            message = decode(stored.data)
+        except UndecodableError:
+            continue  # it was a dead letter when it was live
+        count += 1
+        yield stored.seq, stored.unix_s, stored.subject, message
