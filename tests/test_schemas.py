@@ -119,7 +119,7 @@ def any_instance(kind: type[Any]) -> st.SearchStrategy[Any]:
 ANY_MESSAGE = st.sampled_from(KINDS).flatmap(any_instance)
 
 
-def write_missing_sorted(GOLDEN.glob("*.bin")) -> None:
+def write_missing_golden_files() -> None:
     """One minimal and one full instance of every kind that has no golden bytes yet."""
     for kind in EVERY_STRUCT:
         for number, full in ((1, False), (2, True)):
@@ -296,4 +296,4 @@ def test_a_ticket_for_this_engine_is_honoured() -> None:
 
 
 if __name__ == "__main__":
-    write_missing_sorted(GOLDEN.glob("*.bin"))
+    write_missing_golden_files()
