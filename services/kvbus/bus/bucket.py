@@ -71,11 +71,22 @@ class Bucket:
         self.stream: str = config["name"]
         self._jetstream = jetstream
         self._config = config
-        self.watches: set[Watch] = set()
+        self._watches: set[Watch] = set()
 
     async def ensure(self) -> None:
         """The bucket exists; a memory bucket is made again, empty, after its server has gone."""
         await self._jetstream.ensure(self._config, needs=("allow_direct", "allow_msg_ttl", "subject_delete_marker_ttl"))
+
+    async def heal(self) -> None:
+        """After a reconnect: the bucket exists and every watch starts over."""
+        await self.ensure()
+        for watch in list(self._watches):
+            watch.reset()
+
+    async def stop_watches(self) -> None:
+        """End every watch; nothing is left on the server."""
+        for watch in list(self._watches):
+            await watch.stop()
 
     async def get(self, key: str) -> Entry | None:
         """The live value of `key`; None when it is absent, deleted or past its lifetime."""
@@ -126,9 +137,9 @@ class Bucket:
             stream=self.stream,
             subject_prefix=f"$KV.{self.name}.",
             pattern=prefix,
-            on_stop=self.watches.discard,
+            on_stop=self._watches.discard,
         )
-        self.watches.add(watch)
+        self._watches.add(watch)
         try:
             await watch.start()
         except BaseException:

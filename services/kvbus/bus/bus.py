@@ -6,6 +6,7 @@ first and then calls `catch_up`, so that it sees everything at least once.
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import TypeVar
@@ -62,6 +63,7 @@ class Bus:
         self._jetstream = JetStream(link)
         self._buckets: dict[str, Bucket] = {}
         self._seq = 0
+        self._marker = secrets.token_hex(8)  # ranks of one engine share name and incarnation
         self._marks = itertools.count(1)
         self._inbound = Inbound(link, name)
         link.heal = self._heal
@@ -178,6 +180,13 @@ class Bus:
             self._buckets[name] = bucket
         return self._buckets[name]
 
+    async def remove_bucket(self, name: str) -> None:
+        """Remove a bucket with all its keys, for everyone."""
+        bucket = self._buckets.pop(name, None)
+        if bucket is not None:
+            await bucket.stop_watches()
+        await self._jetstream.api(f"STREAM.DELETE.KV_{name}")
+
     async def catch_up(
         self, subject: str, handler: Handler, *, since_seq: int = 0, since_s: float | None = None
     ) -> int:
@@ -189,7 +198,7 @@ class Bus:
         """
         try:
             async with asyncio.timeout(CATCH_UP_TIMEOUT_S):
-                end = await mark(self._jetstream, f"{self.name}_{self.incarnation}", next(self._marks))
+                end = await mark(self._jetstream, self._marker, next(self._marks))
                 after = since_seq if since_seq <= end else 0
                 async for seq, _, _, message in self.replay(subject, since_seq=after, since_s=since_s):
                     if seq > end:
@@ -215,8 +224,7 @@ class Bus:
     async def close(self) -> None:
         """Stop the watches, let the handlers finish, leave. Bounded."""
         for bucket in self._buckets.values():
-            for watch in list(bucket.watches):
-                await watch.stop()
+            await bucket.stop_watches()
         await self._link.close()
 
     async def _subscribe(self, subject: str, deliver: Callable[[Msg], Awaitable[None]], queue: str) -> Subscription:
@@ -247,9 +255,7 @@ class Bus:
         """After a reconnect: what the server lost is made again, watches start over, then the callbacks catch up."""
         await self._jetstream.ensure(stream_config(self._link.settings), needs=STREAM_NEEDS)
         for bucket in list(self._buckets.values()):
-            await bucket.ensure()
-            for watch in list(bucket.watches):
-                watch.reset()
+            await bucket.heal()
         for callback in list(self.on_connected):
             try:
                 await callback()

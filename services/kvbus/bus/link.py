@@ -71,7 +71,8 @@ class Link:
     @property
     def server_version(self) -> str:
         """Version of the nats-server, as it says."""
-        return str(self._client.connected_server_version)
+        version = self._client.connected_server_version
+        return f"{version.major}.{version.minor}.{version.patch}"
 
     @property
     def server_max_payload(self) -> int:

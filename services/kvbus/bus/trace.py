@@ -43,7 +43,8 @@ async def mark(jetstream: JetStream, owner: str, number: int) -> int:
     """The stream's sequence number now: all that anyone has published so far is at or below it.
 
     The stream takes messages in after they were delivered, so its own count may be behind. A mark of ours queues up
-    like any other message; once it can be read, so can all before it. `number` rises with each mark of `owner`.
+    like any other message; once it can be read, so can all before it. `number` rises with each mark of `owner`,
+    which is one connection.
     """
     subject = f"{MARK_ROOT}.{subjects.token(owner)}"
     headers = {"Nats-TTL": str(MARK_TTL_S)}
