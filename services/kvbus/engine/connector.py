@@ -1,0 +1,222 @@
+"""The connector that vLLM loads: stock NIXL data plane, coordination over the bus.
+
+The only module (with `vllm_parts`) that imports vllm. It translates: vLLM's hooks to `SchedulerSide` and
+`RankSide`, their wishes to the stock data plane. Load it with
+
+    --kv-transfer-config '{"kv_connector": "KvbusConnector", "kv_connector_module_path": "kvbus.engine.connector",
+      "kv_role": "kv_producer", "engine_id": "prefill-0", "kv_load_failure_policy": "recompute", ...}'
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from kvbus_schemas import EngineCard, LoadReported
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
+
+from kvbus import __version__
+from kvbus.engine import vllm_parts
+from kvbus.engine.data_plane import StockDataPlane
+from kvbus.engine.facts import StepOrders
+from kvbus.engine.handle import EngineHandle, unpin_threads
+from kvbus.engine.identity import Identity
+from kvbus.engine.landing import LandingCore
+from kvbus.engine.link import Link, LinkHandlers
+from kvbus.engine.rank import RankSide
+from kvbus.engine.scheduler import SchedulerSide
+from kvbus.engine.settings import EngineSettings, engine_settings
+from kvbus.engine.writing import WritingCore
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class KvbusMetadata(KVConnectorMetadata):
+    """What one step carries from the scheduler to every rank."""
+
+    def __init__(self, orders: StepOrders) -> None:
+        self.orders = orders
+
+
+class KvbusConnector(NixlBaseConnector):
+    """vLLM's KV connector for kvbus; one object in the scheduler's process, one in each rank's."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        vllm_parts.check_supported(vllm_config, kv_cache_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        self._settings = engine_settings(extra)
+        self._identity = vllm_parts.identity_of(vllm_config, kv_cache_config, self._settings)
+        self._scheduler_side: SchedulerSide | None = None
+        self._rank_side: RankSide | None = None
+        self._agents: dict[str, bytes] = {}
+        self._unpinned = False
+        if role == KVConnectorRole.SCHEDULER:
+            self._link = _link(self._identity, self._settings, name=self._identity.engine_id)
+            handle = EngineHandle(vllm_parts.WAKEUP)
+            self._scheduler_side = SchedulerSide(self._identity, self._settings, self._link, handle)
+        else:
+            vllm_parts.quiet_nixl(self._settings.nixl_progress_delay_us)
+            vllm_parts.nap_between_messages()
+            self._plane = StockDataPlane(vllm_config, self._identity.nixl_id, kv_cache_config)
+            self.connector_worker = self._plane.worker
+            self._link = _link(self._identity, self._settings, name=f"{self._identity.engine_id}-r{self._plane.rank}")
+
+    # The scheduler's process.
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The ranks have registered their memory: the engine can announce itself."""
+        assert self._scheduler_side is not None
+        vllm_parts.nap_between_messages()
+        payloads = vllm_parts.handshake_payloads(metadata)
+        self._identity.compat_hash, self._agents = payloads.compat_hash, payloads.agents
+        side = self._scheduler_side
+        self._link.start(
+            LinkHandlers(hear=side.hear, seen=side.seen, gone=side.engine_gone, card=self._card, load=self._load)
+        )
+
+    def on_new_request(self, request: "Request") -> None:
+        assert self._scheduler_side is not None
+        self._scheduler_side.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._scheduler_side is not None
+        return self._scheduler_side.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        assert self._scheduler_side is not None
+        self._scheduler_side.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        assert self._scheduler_side is not None
+        return KvbusMetadata(self._scheduler_side.build(scheduler_output))
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        assert self._scheduler_side is not None
+        self._scheduler_side.took(connector_output.finished_recving, connector_output.finished_sending)
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler_side is not None
+        return self._scheduler_side.finished(request, block_ids), None
+
+    def has_pending_push_work(self) -> bool:
+        return False
+
+    def _card(self) -> EngineCard | None:
+        me = self._identity
+        if not self._agents:
+            return None
+        return EngineCard(
+            source=me.engine_id,
+            incarnation=me.incarnation,
+            engine_id=me.engine_id,
+            role=me.role,
+            model=me.model,
+            http_url=self._settings.http_url,
+            block_size=me.block_size,
+            num_blocks=me.num_blocks,
+            tp_size=me.tp_size,
+            pp_size=me.pp_size,
+            kv_layout=me.kv_layout,
+            compat_hash=me.compat_hash,
+            vllm_version=me.vllm_version,
+            kvbus_version=__version__,
+            max_model_len=me.max_model_len,
+            capabilities=["push", *(["progressive"] if self._settings.progressive else [])],
+            agent_metadata=self._agents,
+        )
+
+    def _load(self) -> LoadReported | None:
+        assert self._scheduler_side is not None
+        return vllm_parts.load_of(self._scheduler_side.handle.scheduler, self._identity)
+
+    # A rank's process.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._plane.register_kv_caches(kv_caches)
+        me = self._identity
+        writing = WritingCore(
+            me.engine_id,
+            self._plane.rank,
+            me.tp_size,
+            me.block_size,
+            self._plane.block_bytes,
+            progressive=self._settings.progressive,
+        )
+        self._rank_side = RankSide(self._plane, writing, LandingCore(self._plane.rank, me.tp_size), self._link)
+        self._rank_side.start()
+        side = self._rank_side
+        self._link.start(LinkHandlers(hear=side.hear, seen=self._meet, gone=side.gone))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._plane.worker.xfer_handshake_metadata
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert self._rank_side is not None and isinstance(kv_connector_metadata, KvbusMetadata)
+        self._rank_side.before_forward(kv_connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """After the forward pass (on a GPU: after its launch): hand the step's orders to the rank's thread."""
+        assert self._rank_side is not None
+        if not self._unpinned and self._plane.on_cpu:
+            self._unpinned = True
+            unpin_threads()
+        self._rank_side.step(self._orders(), self._plane.device_event())
+
+    def wait_for_save(self) -> None:
+        return
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self._rank_side is not None
+        sent, received, failed = self._rank_side.results(self._orders())
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+    def get_kv_connector_stats(self) -> Any:
+        return None
+
+    def shutdown(self) -> None:
+        self._link.stop()
+        if self._rank_side is not None:
+            self._rank_side.stop()
+            self._plane.worker.shutdown()
+
+    def _orders(self) -> StepOrders:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KvbusMetadata)
+        return metadata.orders
+
+    def _meet(self, card: EngineCard) -> None:
+        """Hand-offs go between prefill and decode, in either direction; equals have nothing to say to each other."""
+        assert self._rank_side is not None
+        if card.role != self._identity.role:
+            self._rank_side.seen(card)
+
+
+def _link(identity: Identity, settings: EngineSettings, name: str) -> Link:
+    from kvbus.bus import BusSettings
+
+    bus = BusSettings(nats=settings.nats, nkey_seed_file=settings.nkey_seed_file, tls_ca=settings.tls_ca)
+    return Link(bus, name=name, engine_id=identity.engine_id, incarnation=identity.incarnation)

@@ -1,0 +1,219 @@
+"""The engine's thread on the bus: one daemon thread with an asyncio loop per vLLM process, never in the engine loop.
+
+`post` may be called from any thread and returns at once. What comes in is handed to `hear`; cards of other engines
+to `seen` and `gone`. The scheduler's link also keeps the engine's card alive and reports its load.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+import structlog
+from kvbus_schemas import EVERYONE, EngineCard, LoadReported, Message, Post, UndecodableError, decode, encode, subjects
+
+from kvbus.bus import Bus, BusSettings
+from kvbus.engine.peers import PRESENCE_LEASE_S, PRESENCE_RENEW_S
+from kvbus.errors import BusError
+
+log = structlog.get_logger()
+
+POSTS_MAX = 100_000
+"""Posts that wait for the bus; over it the newest are dropped and counted."""
+LOAD_EVERY_S = 0.5
+LOAD_AT_LEAST_S = 2.0
+CONNECT_AGAIN_S = 1.0
+
+
+@dataclass
+class LinkHandlers:
+    """What the process does with what comes in. Called on the link's thread; must not block."""
+
+    hear: Callable[[Message], None]
+    seen: Callable[[EngineCard], None]
+    gone: Callable[[str], None]
+    card: Callable[[], EngineCard | None] | None = None
+    """The engine's own card, once it can be told; None in a rank's process."""
+    load: Callable[[], LoadReported | None] | None = None
+
+
+@dataclass
+class LinkState:
+    own_card_s: float = 0.0
+    """When this process last saw its own engine's card on the bus, by its monotonic clock."""
+    dropped: int = 0
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+
+class Link:
+    """The bus, for a process that has no event loop. `name` is the sender, `engine_id` the receiver."""
+
+    def __init__(self, settings: BusSettings, *, name: str, engine_id: str, incarnation: str) -> None:
+        self.settings = settings
+        self.name, self.engine_id, self.incarnation = name, engine_id, incarnation
+        self.state = LinkState()
+        self.bus: Bus | None = None
+        self._posts: queue.SimpleQueue[Post] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news: asyncio.Event | None = None
+        self._thread: threading.Thread | None = None
+        self._card_known = False
+        self._handlers: LinkHandlers | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether what is posted now goes out now."""
+        return self.bus is not None and self.bus.connected
+
+    def presence_fresh(self, within_s: float) -> bool:
+        """Whether our engine's card was seen on the bus within that many seconds."""
+        return time.monotonic() - self.state.own_card_s <= within_s
+
+    def start(self, handlers: LinkHandlers) -> None:
+        """Start the thread; it connects by itself and tries for ever."""
+        self._handlers = handlers
+        self._thread = threading.Thread(target=self._run, name=f"kvbus-link-{self.name}", daemon=True)
+        self._thread.start()
+
+    def post(self, posts: Iterable[Post]) -> None:
+        """Publish soon, in order. From any thread."""
+        some = False
+        for post in posts:
+            some = True
+            if self._posts.qsize() >= POSTS_MAX:
+                self.state.dropped += 1
+                continue
+            self._posts.put(post)
+        loop = self._loop
+        if some and loop is not None and self._news is not None:
+            loop.call_soon_threadsafe(self._news.set)
+
+    def stop(self, timeout_s: float = 2.0) -> None:
+        """Withdraw the card, publish what is left, and end the thread."""
+        self.state.stopping.set()
+        if self._loop is not None and self._news is not None:
+            self._loop.call_soon_threadsafe(self._news.set)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        assert self._handlers is not None
+        self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
+        bus = await self._connect()
+        if bus is None:
+            return
+        tasks = [asyncio.create_task(self._forever(self._pump))]
+        try:
+            await bus.subscribe(subjects.addressed_to(self.engine_id), self._handlers.hear)
+            await self._watch_cards(bus)
+            self.bus = bus
+            if self._handlers.card is not None:
+                tasks.append(asyncio.create_task(self._forever(self._keep_card)))
+            if self._handlers.load is not None:
+                tasks.append(asyncio.create_task(self._forever(self._report_load)))
+            while not self.state.stopping.is_set():
+                await asyncio.sleep(0.1)
+            await self._withdraw(bus)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await bus.close()
+
+    async def _connect(self) -> Bus | None:
+        said = False
+        while not self.state.stopping.is_set():
+            try:
+                return await Bus.connect(self.settings, name=self.name, incarnation=self.incarnation)
+            except BusError as error:
+                if not said:
+                    log.warning("bus_unreachable", error=str(error), again_s=CONNECT_AGAIN_S)
+                    said = True
+                await asyncio.sleep(CONNECT_AGAIN_S)
+        return None
+
+    async def _forever(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run `work` again and again; a failure is logged, and tried again a little later."""
+        while True:
+            try:
+                await work()
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                log.warning("link_work_failed", work=work.__name__, error=repr(error))
+                await asyncio.sleep(0.5)
+
+    async def _pump(self) -> None:
+        assert self._news is not None
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self.bus is not None and not self._posts.empty():
+                post = self._posts.get_nowait()
+                await self.bus.publish(post.message, post.to)
+
+    async def _watch_cards(self, bus: Bus) -> None:
+        bucket = await bus.bucket(subjects.ENGINES_BUCKET)
+        await bucket.watch(self._card_changed)
+
+    def _card_changed(self, engine_id: str, value: bytes | None) -> None:
+        assert self._handlers is not None
+        if value is None:
+            self._handlers.gone(engine_id)
+            return
+        try:
+            card = decode(value)
+        except UndecodableError as error:
+            log.warning("card_undecodable", engine_id=engine_id, error=str(error))
+            return
+        if not isinstance(card, EngineCard):
+            return
+        if (card.engine_id, card.incarnation) == (self.engine_id, self.incarnation):
+            self.state.own_card_s = time.monotonic()
+        else:
+            self._handlers.seen(card)
+
+    async def _keep_card(self) -> None:
+        assert self._handlers is not None and self._handlers.card is not None and self.bus is not None
+        card = self._handlers.card()
+        if card is None:
+            await asyncio.sleep(0.05)
+            return
+        bucket = await self.bus.bucket(subjects.ENGINES_BUCKET)
+        await bucket.put(card.engine_id, encode(card), ttl_s=PRESENCE_LEASE_S)
+        if not self._card_known:
+            self._card_known = True
+            log.info("engine_announced", engine_id=card.engine_id, incarnation=card.incarnation, role=card.role)
+        await asyncio.sleep(PRESENCE_RENEW_S)
+
+    async def _withdraw(self, bus: Bus) -> None:
+        assert self._handlers is not None
+        if self._handlers.card is not None and self._card_known:
+            bucket = await bus.bucket(subjects.ENGINES_BUCKET)
+            await bucket.delete(self.engine_id)
+
+    async def _report_load(self) -> None:
+        assert self._handlers is not None and self._handlers.load is not None and self.bus is not None
+        last: LoadReported | None = None
+        last_s = 0.0
+        while True:
+            load = self._handlers.load()
+            now_s = time.monotonic()
+            if load is not None and (load != last or now_s - last_s >= LOAD_AT_LEAST_S):
+                await self.bus.publish(load, EVERYONE)
+                last, last_s = load, now_s
+            await asyncio.sleep(LOAD_EVERY_S)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

@@ -1,0 +1,42 @@
+"""Settings of the connector: `kv_connector_extra_config`, then `KVBUS_ENGINE_...` and `KVBUS_NATS`, then the file."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from kvbus.settings import load
+
+
+class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How an engine takes part on the bus."""
+
+    nats: str = "nats://127.0.0.1:4222"
+    nkey_seed_file: str = ""
+    tls_ca: str = ""
+    http_url: str = ""
+    """Where routers reach this engine's HTTP server, for example http://10.0.0.5:8000; empty: it is not routed to."""
+    incarnation: str = ""
+    """Set by `kvbus engine`; empty: vLLM's own instance id, which is new at every start."""
+    progressive: bool = True
+    """Write a chunk's blocks while the next chunk computes; False: the whole prompt at the end."""
+    matcher: Literal["process", "engine"] = "process"
+    """`engine`: this prefill pairs its own transfers; then no matcher process may run for it."""
+    local_below_blocks: int = 1
+    """Decode computes by itself what is shorter than this many blocks, instead of waiting for a push."""
+    wait_max_ms: float = 50.0
+    """How long an engine that only waits sleeps between two looks, at most. It is woken earlier by any message."""
+    nixl_progress_delay_us: int = 1000
+    """Pause of NIXL's progress thread; 0 lets it spin on a core of its own (NIXL's default)."""
+    reuse_ttl_s: float = 480.0
+    reuse_min_tokens: int = 64
+    reuse_blocks_max: float = 0.5
+    """Share of the engine's blocks that conversations may hold."""
+
+
+# Options of the stock connector that may stand beside ours.
+STOCK_OPTIONS = frozenset({"backends", "num_threads", "enforce_handshake_compat", "kv_lease_duration"})
+
+
+def engine_settings(extra_config: dict[str, Any]) -> EngineSettings:
+    """Read the settings. Raises ConfigError on an unknown name, with the nearest known one."""
+    return load(EngineSettings, "engine", {k: v for k, v in extra_config.items() if k not in STOCK_OPTIONS})
