@@ -1,0 +1,47 @@
+"""`kvbus router`: the OpenAI-compatible front door."""
+
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command(name="router")(router)
+
+
+def router(  # noqa: PLR0917  (typer names them)
+    nats: Annotated[str | None, typer.Option(help="NATS URL [KVBUS_NATS]")] = None,
+    host: Annotated[str | None, typer.Option(help="address to listen on [127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="port to listen on; 0 takes a free one [8000]")] = None,
+    policy: Annotated[str | None, typer.Option(help="round_robin, least_loaded, or module:Class")] = None,
+    static: Annotated[
+        list[str] | None, typer.Option(help="stock vLLM engines: prefill=URL,decode=URL; repeatable")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="processes that share the port [1]")] = None,
+    deadline_s: Annotated[float | None, typer.Option(help="seconds in which a request must be finished")] = None,
+    drain_s: Annotated[float | None, typer.Option(help="seconds to finish running answers after SIGTERM")] = None,
+) -> None:
+    """Serve OpenAI's API and send each request to the engines on the bus. Every setting of the README's list can also
+    be given as KVBUS_ROUTER_<NAME> or in the file named by KVBUS_CONFIG."""
+    from kvbus import process, settings  # noqa: PLC0415  (heavy, and needs the extra `router`)
+    from kvbus.errors import ConfigError  # noqa: PLC0415
+
+    try:
+        from kvbus.router import running  # noqa: PLC0415
+        from kvbus.router.settings import RouterSettings  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(f"the router needs {error.name}: pip install 'kvbus[router]'") from error
+
+    flags = {
+        "nats": nats,
+        "host": host,
+        "port": port,
+        "policy": policy,
+        "static": tuple(static) if static else None,
+        "workers": workers,
+        "deadline_s": deadline_s,
+        "drain_s": drain_s,
+    }
+    process.configure_logging()
+    running.run(settings.load(RouterSettings, "router", flags))

@@ -1,0 +1,151 @@
+"""From the fleet to a policy's question, and from its answer to engines. The policy is somebody else's code: what it
+answers is checked. Pure but for the policy."""
+
+import msgspec
+
+from kvbus.router.bodies import Asked
+from kvbus.router.fleet import Engine, Fleet, compatible, rested
+from kvbus.router.policies import Policy, RouteChoice, RouteQuestion
+from kvbus.router.problems import BadRequestError, BusyError, RouterProblem
+from kvbus_schemas import Mode
+
+
+class PolicyFailed(RouterProblem):
+    """The policy raised, or chose what it was not offered."""
+
+    def __init__(self, policy: str, why: str) -> None:
+        super().__init__(f"routing policy {policy!r} failed: {why}", status=500, code="policy_failed")
+
+
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds at the moment of a choice. `asked` is the mode in the client's header."""
+
+    now_s: float
+    bus_connected: bool
+    asked: Mode | None
+    attempt: int
+    tried: frozenset[str] = frozenset()
+    """Engines that failed this request already."""
+    retry_after_s: int = 2
+
+
+class Chosen(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy's choice and its engines."""
+
+    choice: RouteChoice
+    prefill: Engine | None
+    decode: Engine | None
+
+
+class Chooser:
+    """Asks `policy` about the engines of `fleet`."""
+
+    def __init__(self, fleet: Fleet, policy: Policy) -> None:
+        self.fleet = fleet
+        self.policy = policy
+
+    def choose(self, asked: Asked, request_id: str, situation: Situation) -> Chosen:
+        """The engines for a dispatch. Raises RouterProblem where there are none."""
+        mode, static = self._world(asked, situation)
+        decodes = self._alive("decode", asked.model, static=static)
+        if not decodes:
+            raise self._nobody(situation)
+        prefills = [] if mode == "local" else self._alive("prefill", asked.model, static=static)
+        prefills, decodes = compatible(prefills, decodes) if prefills else ([], decodes)
+        return self._ask(
+            RouteQuestion(
+                request_id=request_id,
+                model=asked.model,
+                prompt_bytes=len(asked.body),
+                prefills=[e.view(situation.now_s) for e in rested(prefills, situation.now_s, situation.tried)],
+                decodes=[e.view(situation.now_s) for e in rested(decodes, situation.now_s, situation.tried)],
+                asked=mode,
+                attempt=situation.attempt,
+            )
+        )
+
+    def choose_decode(self, asked: Asked, request_id: str, prefill: Engine, situation: Situation) -> Chosen:
+        """Mode deferred: the decode, once prefill is done, by the load of now."""
+        decodes = self._alive("decode", asked.model, static=False)
+        fitting = [engine for engine in decodes if engine.compat_hash == prefill.compat_hash]
+        if not fitting:
+            raise self._nobody(situation)
+        return self._ask(
+            RouteQuestion(
+                request_id=request_id,
+                model=asked.model,
+                prompt_bytes=len(asked.body),
+                prefills=(),
+                decodes=[e.view(situation.now_s) for e in rested(fitting, situation.now_s, situation.tried)],
+                asked="deferred",
+                part="decode",
+                attempt=situation.attempt,
+            )
+        )
+
+    def _world(self, asked: Asked, situation: Situation) -> tuple[Mode | None, bool]:
+        """The mode to ask the policy for, and whether among the static engines instead of those on the bus."""
+        has_static = bool(self.fleet.alive("decode", static=True))
+        has_bus = bool(self.fleet.alive("decode", static=False))
+        wants = situation.asked
+        if wants == "pull" and not has_static:
+            raise BadRequestError(
+                "mode pull needs stock engines: start the router with --static prefill=URL,decode=URL",
+                code="mode_unavailable",
+            )
+        if wants in {"early", "deferred"} and not situation.bus_connected:
+            raise BusyError(
+                f"mode {wants} needs NATS, which this router cannot reach now: try again",
+                code="bus_lost",
+                retry_after_s=situation.retry_after_s,
+            )
+        if wants == "pull" or (has_static and not has_bus and wants in {None, "local"}):
+            return ("pull" if asked.single and not asked.local_reason and wants != "local" else "local"), True
+        if wants is None and not situation.bus_connected:
+            return "local", False
+        return ("local" if asked.local_reason else wants), False
+
+    def _alive(self, role: str, model: str, *, static: bool) -> list[Engine]:
+        engines = self.fleet.alive("prefill" if role == "prefill" else "decode", static=static)
+        return engines if static else self.fleet.serving(engines, model)
+
+    def _nobody(self, situation: Situation) -> BusyError:
+        if not situation.bus_connected:
+            return BusyError(
+                "NATS cannot be reached, so no engine is known: start it, or give --nats",
+                code="bus_lost",
+                retry_after_s=situation.retry_after_s,
+            )
+        return BusyError(
+            "no decode engine is alive for this request: start one with `kvbus engine decode MODEL`",
+            code="no_decode_engine",
+            retry_after_s=situation.retry_after_s,
+        )
+
+    def _ask(self, question: RouteQuestion) -> Chosen:
+        try:
+            choice = self.policy.choose(question)
+        except Exception as error:
+            raise PolicyFailed(self.policy.name, repr(error)) from error
+        prefill = self._offered(choice.prefill_id, {view.engine_id for view in question.prefills})
+        decode = self._offered(choice.decode_id, {view.engine_id for view in question.decodes})
+        self._check(question, choice, prefill, decode)
+        return Chosen(choice=choice, prefill=prefill, decode=decode)
+
+    def _offered(self, engine_id: str, offered: set[str]) -> Engine | None:
+        if not engine_id:
+            return None
+        if engine_id not in offered:
+            raise PolicyFailed(self.policy.name, f"{engine_id!r} was not among the candidates")
+        return self.fleet.engines[engine_id]
+
+    def _check(
+        self, question: RouteQuestion, choice: RouteChoice, prefill: Engine | None, decode: Engine | None
+    ) -> None:
+        if question.part == "both" and (prefill is None) != (choice.mode == "local"):
+            raise PolicyFailed(self.policy.name, f"mode {choice.mode} with prefill {choice.prefill_id!r}")
+        if decode is None and (choice.mode != "deferred" or question.part == "decode"):
+            raise PolicyFailed(self.policy.name, f"mode {choice.mode} without a decode")
+        static = question.asked == "pull"
+        if choice.mode != "local" and (choice.mode == "pull") != static:
+            raise PolicyFailed(self.policy.name, f"mode {choice.mode} does not fit these engines")

@@ -1,0 +1,294 @@
+"""One client's request, through as many dispatches as it takes: sends the legs, reports facts to the core, obeys."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+
+from kvbus.router import bodies
+from kvbus.router.answer import Answer
+from kvbus.router.bodies import Asked
+from kvbus.router.chooser import Chooser, Chosen, Situation
+from kvbus.router.core import CLIENT_LEFT_STATUS, Dispatch, Facts, Leg, Verdict
+from kvbus.router.http import Exchange, LegError, Origin, Reply, Request, request_head
+from kvbus.router.identity import Identity
+from kvbus.router.settings import RouterSettings
+from kvbus_schemas import Mode, Post
+
+PULL_PARAMS = msgspec.json.encode(
+    {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+)
+"""What vLLM's pull connector wants to see on a prefill leg (vllm-kv-transfer.md section 1.8)."""
+ERROR_FIRST = b'data: {"error"'
+"""How vLLM begins a stream that failed before its first token, with status 200."""
+
+_json = msgspec.json.Encoder()
+
+
+class Parts(Protocol):
+    """What a request needs of its router."""
+
+    settings: RouterSettings
+    chooser: Chooser
+
+    @property
+    def bus_connected(self) -> bool: ...
+
+    async def post(self, posts: Iterable[Post]) -> None: ...
+
+    def origin(self, url: str) -> Origin: ...
+
+    def linger(self, task: "asyncio.Task[None]") -> None: ...
+
+    def retried(self) -> None: ...
+
+
+class Serving:
+    """`run` returns when the client has its answer; it raises RouterProblem when nothing was sent to the client."""
+
+    def __init__(
+        self, parts: Parts, request: Request, reply: Reply, *, asked: Asked, identity: Identity, mode: Mode | None
+    ) -> None:
+        self.request = request
+        self.dispatch: Dispatch | None = None
+        self._answer = Answer(request, reply, identity)
+        self.result = self._answer.result
+        self._parts = parts
+        self._asked = asked
+        self.identity = identity
+        self._mode = mode
+        self._deadline_at_s = request.arrived_s + parts.settings.deadline_s
+        self._tried: set[str] = set()
+        self._exchanges: dict[Leg, Exchange] = {}
+        self._prefill_task: asyncio.Task[None] | None = None
+        self._facts = Facts(
+            request_id=identity.request_id,
+            trace_id=identity.trace_id,
+            span_id=identity.span_id,
+            prompt_bytes=len(asked.body),
+            parts=asked.parts,
+            attempts_max=1 if asked.kind == "other" else parts.settings.attempts_max,
+            policy=parts.chooser.policy.name,
+        )
+
+    async def run(self) -> None:
+        """Serve."""
+        try:
+            async with asyncio.timeout(max(0.0, self._deadline_at_s - time.monotonic())):
+                attempt = 1
+                while not await self._attempt(attempt):
+                    attempt += 1
+                    self._parts.retried()
+        except TimeoutError:
+            if self.dispatch is None:
+                raise
+            await self._obey(self.dispatch, self.dispatch.deadline_passed())
+        except asyncio.CancelledError:
+            if self._answer.complete:
+                return
+            self.result.outcome = "cancelled"
+            self.result.status = CLIENT_LEFT_STATUS
+            if self.dispatch is not None:
+                await self._obey(self.dispatch, self.dispatch.client_left())
+            raise
+
+    # One dispatch
+
+    async def _attempt(self, attempt: int) -> bool:
+        """One dispatch. False: another one is wanted."""
+        dispatch, decided_us = self._new_dispatch(attempt)
+        self.dispatch = dispatch
+        await self._parts.post((dispatch.decided(decided_us),))
+        if dispatch.mode == "early":
+            return await self._early(dispatch)
+        if dispatch.mode == "local":
+            return await self._decode_leg(dispatch, self._asked.body)
+        return await self._prefill_first(dispatch)
+
+    def _new_dispatch(self, attempt: int) -> tuple[Dispatch, int]:
+        started_ns = time.perf_counter_ns()
+        chosen = self._parts.chooser.choose(self._asked, self.identity.request_id, self._situation(attempt))
+        dispatch = Dispatch(
+            self._facts,
+            chosen.choice,
+            transfer_id=secrets.token_hex(16),
+            attempt=attempt,
+            deadline_s=self._transfer_deadline_s(),
+            prefill=chosen.prefill,
+            decode=chosen.decode,
+        )
+        return dispatch, (time.perf_counter_ns() - started_ns) // 1000
+
+    def _situation(self, attempt: int) -> Situation:
+        return Situation(
+            now_s=time.monotonic(),
+            bus_connected=self._parts.bus_connected,
+            asked=self._mode,
+            attempt=attempt,
+            tried=frozenset(self._tried),
+            retry_after_s=self._parts.settings.retry_after_s,
+        )
+
+    def _transfer_deadline_s(self) -> float:
+        remaining_s = max(0.001, self._deadline_at_s - time.monotonic())
+        return round(min(remaining_s, self._parts.settings.transfer_deadline_s), 3)
+
+    async def _early(self, dispatch: Dispatch) -> bool:
+        """Both legs at once; the answer is decode's."""
+        to_prefill = bodies.prefill_body(self._asked, _params(dispatch, "prefill"))
+        to_decode = bodies.decode_body(self._asked, _params(dispatch, "decode"))
+        self._prefill_task = asyncio.create_task(self._prefill_beside(dispatch, to_prefill))
+        try:
+            return await self._decode_leg(dispatch, to_decode)
+        finally:
+            self._parts.linger(self._prefill_task)
+
+    async def _prefill_beside(self, dispatch: Dispatch, body: bytes) -> None:
+        verdict, _ = await self._prefill_leg(dispatch, body)
+        await self._obey(dispatch, verdict)
+
+    async def _prefill_first(self, dispatch: Dispatch) -> bool:
+        """Modes deferred and pull: prefill, then decode with what prefill left."""
+        pull = dispatch.mode == "pull"
+        to_prefill = bodies.prefill_body(self._asked, PULL_PARAMS if pull else _params(dispatch, "prefill"))
+        verdict, answer = await self._prefill_leg(dispatch, to_prefill)
+        await self._obey(dispatch, verdict)
+        if verdict.step == "retry":
+            return False
+        if verdict.step == "pass_on":
+            self._answer.whole(dispatch, self._exchanges["prefill"], answer)
+            return True
+        params = bodies.params_of(answer) if pull else await self._decode_chosen(dispatch)
+        return await self._decode_leg(
+            dispatch, bodies.decode_body(self._asked, params) if params is not None else self._asked.body
+        )
+
+    async def _decode_chosen(self, dispatch: Dispatch) -> bytes:
+        assert dispatch.prefill is not None
+        started_ns = time.perf_counter_ns()
+        chosen: Chosen = self._parts.chooser.choose_decode(
+            self._asked, self.identity.request_id, dispatch.prefill, self._situation(dispatch.attempt)
+        )
+        assert chosen.decode is not None
+        dispatch.decode_chosen(chosen.choice, chosen.decode, self._transfer_deadline_s())
+        await self._parts.post((dispatch.decided((time.perf_counter_ns() - started_ns) // 1000),))
+        return _params(dispatch, "decode")
+
+    # Legs
+
+    async def _prefill_leg(self, dispatch: Dispatch, body: bytes) -> tuple[Verdict, bytes]:
+        assert dispatch.prefill is not None
+        answer = b""
+        try:
+            exchange = await self._send(dispatch, "prefill", body)
+            answer = await exchange.whole(self._parts.settings.prefill_answer_bytes_max)
+            verdict = dispatch.answered("prefill", exchange.status)
+        except LegError as error:
+            verdict = dispatch.failed("prefill", str(error))
+            self._engine_failed(dispatch.prefill.engine_id)
+        finally:
+            self._over(dispatch, "prefill")
+        return verdict, answer
+
+    async def _decode_leg(self, dispatch: Dispatch, body: bytes) -> bool:
+        """The leg that the client's answer comes from. False: another dispatch is wanted."""
+        assert dispatch.decode is not None
+        try:
+            verdict = await self._decode_verdict(dispatch, body)
+            await self._obey(dispatch, verdict)
+            if verdict.step == "retry":
+                return False
+            await self._pass_on(dispatch)
+            return True
+        finally:
+            self._over(dispatch, "decode")
+
+    async def _pass_on(self, dispatch: Dispatch) -> None:
+        assert dispatch.decode is not None
+        try:
+            await self._answer.pass_on(dispatch, self._exchanges["decode"])
+            dispatch.ended()
+        except LegError as error:
+            self._engine_failed(dispatch.decode.engine_id)
+            await self._obey(dispatch, dispatch.failed("decode", str(error)))
+
+    async def _decode_verdict(self, dispatch: Dispatch, body: bytes) -> Verdict:
+        assert dispatch.decode is not None
+        try:
+            exchange = await self._send(dispatch, "decode", body)
+            first = await exchange.first_bytes()
+        except LegError as error:
+            self._engine_failed(dispatch.decode.engine_id)
+            return dispatch.failed("decode", str(error))
+        if first.startswith(ERROR_FIRST) and dispatch.attempt < self._facts.attempts_max:
+            return dispatch.failed("decode", first[:200].decode(errors="replace"))
+        verdict = dispatch.answered("decode", exchange.status)
+        if verdict.step == "retry":
+            self._engine_failed(dispatch.decode.engine_id)
+        return verdict
+
+    async def _send(self, dispatch: Dispatch, leg: Leg, body: bytes) -> Exchange:
+        engine = dispatch.prefill if leg == "prefill" else dispatch.decode
+        assert engine is not None
+        origin = self._parts.origin(engine.http_url)
+        method = self.request.method
+        length = len(body) if body or method not in {b"GET", b"HEAD"} else None
+        target = origin.prefix + self.request.target
+        head = request_head(method, target, origin.authority, self.identity.leg_headers, length)
+        dispatch.sent(leg)
+        self._parts.chooser.fleet.sent(engine.engine_id)
+        exchange = await origin.send(head + body, head_only=method == b"HEAD")
+        self._exchanges[leg] = exchange
+        return exchange
+
+    def _over(self, dispatch: Dispatch, leg: Leg) -> None:
+        """The leg is done with, one way or another."""
+        engine = dispatch.prefill if leg == "prefill" else dispatch.decode
+        assert engine is not None
+        self._parts.chooser.fleet.finished(engine.engine_id)
+        exchange = self._exchanges.get(leg)
+        if exchange is not None:
+            exchange.abandon()
+
+    def _engine_failed(self, engine_id: str) -> None:
+        self._tried.add(engine_id)
+        self._parts.chooser.fleet.failed(engine_id, time.monotonic())
+
+    # Verdicts
+
+    async def _obey(self, dispatch: Dispatch, verdict: Verdict) -> None:
+        """Publish, close legs; raise what ends the request without an answer from an engine."""
+        for leg in verdict.close:
+            self._close(leg)
+        if verdict.posts:
+            await self._parts.post(verdict.posts)
+        if verdict.step == "retry":
+            self._tried |= {e.engine_id for e in (dispatch.decode,) if e is not None}
+            await self._parts.post(dispatch.served("retried", 0, error=str(verdict.problem)))
+        elif verdict.step == "give_up":
+            assert verdict.problem is not None
+            raise verdict.problem
+        elif verdict.step == "break_off":
+            assert verdict.problem is not None
+            self._answer.break_off(verdict.problem)
+
+    def _close(self, leg: Leg) -> None:
+        if leg == "prefill" and self._prefill_task is not None:
+            self._prefill_task.cancel()
+        exchange = self._exchanges.get(leg)
+        if exchange is not None:
+            exchange.abandon()
+
+
+def _params(dispatch: Dispatch, leg: Leg) -> bytes:
+    return _json.encode({"kvbus": dispatch.ticket(leg)})

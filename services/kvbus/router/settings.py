@@ -1,0 +1,41 @@
+"""What a router can be told. Every limit has a name and a unit."""
+
+from kvbus.bus.settings import BusSettings
+
+
+class RouterSettings(BusSettings, frozen=True, forbid_unknown_fields=True):
+    """Settings of `kvbus router`: flags, then KVBUS_ROUTER_<NAME>, then the file's table [router]."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    """Processes that share the port."""
+    policy: str = "least_loaded"
+    """An entry point of the group `kvbus.policies`, or `module:Class`."""
+    static: tuple[str, ...] = ()
+    """Stock vLLM engines with the pull connector, each `prefill=URL,decode=URL`."""
+    attempts_max: int = 3
+    """Dispatches of one request, the first included."""
+    deadline_s: float = 600.0
+    """A request must be finished after so long."""
+    transfer_deadline_s: float = 120.0
+    """A transfer must have ended after so long; then decode computes the prompt itself."""
+    connect_timeout_s: float = 5.0
+    """For NATS; engines have `engine_connect_timeout_s`."""
+    engine_connect_timeout_s: float = 2.0
+    prefill_linger_s: float = 5.0
+    """A prefill leg may outlive its decode leg by so long before it is broken off."""
+    prefill_answer_bytes_max: int = 1024 * 1024
+    requests_in_flight_max: int = 1024
+    requests_waiting_max: int = 1024
+    """Beyond it a request is refused with 429."""
+    wait_max_s: float = 10.0
+    """A request that waited so long for its turn is refused with 503."""
+    retry_after_s: int = 2
+    header_bytes_max: int = 32 * 1024
+    body_bytes_max: int = 8 * 1024 * 1024
+    connections_max: int = 4096
+    idle_timeout_s: float = 75.0
+    read_timeout_s: float = 30.0
+    drain_s: float = 30.0
+    """After SIGTERM, running answers have so long to finish."""
