@@ -46,6 +46,11 @@ class Subscription:
         self._inner = inner
         self.subject = str(inner.subject)
 
+    @property
+    def dropped(self) -> int:
+        """Messages that came while `subscription_pending_max` waited for the handler."""
+        return self._link.drops.get(self._inner, 0)
+
     async def stop(self) -> None:
         """No more calls; what waits for the handler is discarded."""
         await self._link.unsubscribe(self._inner)

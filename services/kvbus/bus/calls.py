@@ -59,11 +59,14 @@ class Calls:
         else:
             call.answer.set_result(msg)
 
-    def deny(self, subject: str, error: BusError) -> None:
-        """Fail every open request on `subject` (in lower case)."""
+    def deny(self, subject: str, error_for: Callable[[str], BusError]) -> bool:
+        """Fail every open request on `subject` (in lower case) with `error_for` its subject; False if none is."""
+        found = False
         for call in self._open.values():
             if call.subject.lower() == subject and not call.answer.done():
-                call.answer.set_exception(error)
+                call.answer.set_exception(error_for(call.subject))
+                found = True
+        return found
 
     def _new(self, subject: str, *, many: bool) -> _Call:
         if len(self._open) >= CALLS_MAX:

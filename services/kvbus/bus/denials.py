@@ -36,22 +36,26 @@ class Denials:
         self._clock = clock
         self._publish: dict[str, float] = {}
         self._subscribe: set[str] = set()
-        self._unreported: list[DeniedError] = []
+        self._unreported: dict[str, DeniedError] = {}
 
-    def note(self, text: str) -> tuple[str, DeniedError] | None:
-        """Take the server's words; the subject and the error when they are a denial, else None."""
+    def note(self, text: str) -> str:
+        """Take the server's words; the subject, in lower case, when they are a denial, else nothing."""
         found = _DENIED.search(text)
         if found is None:
-            return None
+            return ""
         subject = found[2].lower()
         if found[1].lower() == "subscription":
             self._subscribe.add(subject)
-            return subject, DeniedError("subscribe to", subject, self._name)
-        error = DeniedError("publish to", subject, self._name)
+            return subject
+        if len(self._unreported) < DENIALS_MAX:
+            self._unreported[subject] = self.publish_error(subject)
         if len(self._publish) < DENIALS_MAX:
             self._publish[_family(subject)] = self._clock() + DENIAL_MEMORY_S
-            self._unreported.append(error)
-        return subject, error
+        return subject
+
+    def publish_error(self, subject: str) -> DeniedError:
+        """The error for a publish to `subject` that was denied."""
+        return DeniedError("publish to", subject, self._name)
 
     def check_publish(self, subject: str) -> None:
         """Raise DeniedError when the like of it was denied within DENIAL_MEMORY_S."""
@@ -62,7 +66,7 @@ class Denials:
         if until is None:
             return
         if self._clock() < until:
-            raise DeniedError("publish to", subject, self._name)
+            raise self.publish_error(subject)
         del self._publish[family]
 
     def check_subscribe(self, subject: str) -> None:
@@ -73,9 +77,13 @@ class Denials:
 
     def check_all(self) -> None:
         """Raise the first denial of a publish that nobody has been told of, and forget the others."""
-        unreported, self._unreported = self._unreported, []
-        if unreported:
-            raise unreported[0]
+        unreported, self._unreported = self._unreported, {}
+        for error in unreported.values():
+            raise error
+
+    def told(self, subject: str) -> None:
+        """Somebody has been told of the denial of `subject` (in lower case) already."""
+        self._unreported.pop(subject, None)
 
     def forget(self) -> None:
         """A new connection may have new permissions."""

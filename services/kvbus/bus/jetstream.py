@@ -25,6 +25,8 @@ NS = 1_000_000_000
 
 STREAM_NOT_FOUND = 10059
 CONFIG_DIFFERS = 10058
+NOT_ENABLED = (10039, 10076)
+"""For this account; on this server."""
 WRONG_LAST_SEQUENCE = (10071, 10164)
 
 
@@ -97,13 +99,20 @@ class JetStream:
         while True:
             try:
                 return await self._ensure_once(config, needs)
+            except JetStreamError as error:
+                if error.code not in NOT_ENABLED:
+                    raise
+                raise BusError(self._off(error)) from None
             except (NoRespondersError, RequestTimeoutError) as error:
                 if time.monotonic() > deadline_s:
-                    raise BusError(
-                        f"JetStream does not answer at {self.link.settings.nats} ({error}): "
-                        "start nats-server with -js, or enable it for this account"
-                    ) from None
+                    raise BusError(self._off(error)) from None
                 await asyncio.sleep(READY_RETRY_S)
+
+    def _off(self, error: BusError) -> str:
+        return (
+            f"JetStream does not serve us at {self.link.settings.nats} ({error}): "
+            "start nats-server with -js, or enable it for this account"
+        )
 
     async def _ensure_once(self, config: dict[str, Any], needs: tuple[str, ...]) -> None:
         name = config["name"]

@@ -6,6 +6,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import nats.errors
 import structlog
@@ -39,6 +40,7 @@ class Link:
         self.name = name
         self.counters = BusCounters()
         self.denials = Denials(name)
+        self.drops: WeakKeyDictionary[NatsSubscription, int] = WeakKeyDictionary()
         self.last_error = ""
         self.heal: Callable[[], Awaitable[None]] | None = None
         self._client = Client()
@@ -177,13 +179,15 @@ class Link:
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
             self.counters.slow_consumer_drops += 1
+            self.drops[error.sub] = self.drops.get(error.sub, 0) + 1
             return
         self.last_error = str(error) or repr(error)
-        denial = self.denials.note(self.last_error)
-        if denial is not None:
+        denied = self.denials.note(self.last_error)
+        if denied:
             self.counters.permission_errors += 1
-            self.calls.deny(*denial)
-            log.warning("bus_denied", subject=denial[0])
+            if self.calls.deny(denied, self.denials.publish_error):
+                self.denials.told(denied)
+            log.warning("bus_denied", subject=denied)
 
     async def _on_disconnected(self) -> None:
         if not self._closing:
