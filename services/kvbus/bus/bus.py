@@ -27,6 +27,8 @@ from kvbus.errors import BusError
 from kvbus_schemas import EVERYONE, AnyMessage, Message, Post, UndecodableError, decode, encode, subjects
 
 CATCH_UP_TIMEOUT_S = 60.0
+CALLBACK_TIMEOUT_S = 120.0
+"""For each callback after a reconnect: none may keep the next ones from being told."""
 YIELD_EVERY = 100
 """Messages after which a burst of posts lets the loop run; nats-py's publish never does by itself."""
 ERROR_HEADER = "Kvbus-Error"
@@ -263,7 +265,8 @@ class Bus:
             await bucket.heal()
         for callback in list(self.on_connected):
             try:
-                await callback()
+                async with asyncio.timeout(CALLBACK_TIMEOUT_S):
+                    await callback()
             except Exception as error:
                 self.counters.handler_errors += 1
                 log.exception("on_connected_failed", error=repr(error))

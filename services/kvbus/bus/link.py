@@ -26,6 +26,7 @@ CLOSE_TIMEOUT_S = 2.0
 FLUSH_TIMEOUT_S = 2.0
 OUTSTANDING_PINGS_MAX = 2
 CONNECTED_POLL_S = 0.02
+HEAL_RETRY_S = 0.5
 
 log = structlog.get_logger(__name__)
 
@@ -174,7 +175,9 @@ class Link:
                 try:
                     await self.heal()
                 except Exception as error:
-                    log.exception("bus_heal_failed", error=repr(error))
+                    log.warning("bus_heal_failed", error=repr(error))
+                    await asyncio.sleep(HEAL_RETRY_S)
+                    self._reconnected.set()
 
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
