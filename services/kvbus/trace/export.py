@@ -1,0 +1,142 @@
+"""The trace for other tools: JSON lines, Perfetto's viewer, OpenTelemetry collectors. Pure; nothing is left out and
+nothing is added, so that what holds for the bus (no prompts, no tokens) holds for every export."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from kvbus.trace.core import Line, Stage, Story
+from kvbus.trace.phrases import phrase_of
+from kvbus_schemas import BlocksReady, PushDone, RequestServed, TransferClosed, subjects
+
+Json = dict[str, Any]
+US = 1_000_000
+
+
+def jsonl(lines: Iterable[Line]) -> Iterator[str]:
+    """One JSON object a line: what the stream held, in its order; `kvbus replay` reads it."""
+    for line in lines:
+        subject = subjects.subject_of(line.message, sender=line.sender, to=line.to)
+        record = {"seq": line.seq, "unix_s": line.at_s, "subject": subject, "message": line.message}
+        yield msgspec.json.encode(record).decode()
+
+
+def perfetto(stories: Iterable[Story]) -> Json:
+    """Chrome trace events: a track for each process, a slice for what took time, a flow for each message."""
+    events: list[Json] = []
+    pids: dict[str, int] = {}
+    for story in stories:
+        for line in story.lines:
+            events += [*_slices(story, line, pids), *_flow(line, pids)]
+    names = [
+        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}} for name, pid in pids.items()
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": names + events}
+
+
+def _pid(name: str, pids: dict[str, int]) -> int:
+    return pids.setdefault(name, len(pids) + 1)
+
+
+def took_ms(line: Line) -> float:
+    """How long what a message reports has taken, in milliseconds, up to the message; 0 for what reports nothing."""
+    match line.message:
+        case RequestServed():
+            return line.message.duration_ms
+        case BlocksReady():
+            return line.message.computed_ms
+        case PushDone():
+            return line.message.duration_ms
+        case TransferClosed():
+            return line.message.waited_ms
+        case _:
+            return 0.0
+
+
+def _slices(story: Story, line: Line, pids: dict[str, int]) -> list[Json]:
+    length_us = max(took_ms(line) * 1000, 1.0)
+    return [
+        {
+            "ph": "X",
+            "name": type(line.message).__name__,
+            "cat": type(line.message).PLANE,
+            "pid": _pid(line.sender, pids),
+            "tid": int(story.transfer_id[:6], 16) if _is_hex(story.transfer_id[:6]) else 0,
+            "ts": line.at_s * US - (length_us if length_us > 1 else 0),
+            "dur": length_us,
+            "args": {"what": phrase_of(line.message), "request": story.request_id, "transfer": line.message.key},
+        }
+    ]
+
+
+def _flow(line: Line, pids: dict[str, int]) -> list[Json]:
+    if line.to == "all":
+        return []
+    common = {"name": type(line.message).__name__, "cat": "message", "id": line.seq, "tid": 0}
+    at_us = line.at_s * US
+    return [
+        common | {"ph": "s", "pid": _pid(line.sender, pids), "ts": at_us},
+        common | {"ph": "f", "bp": "e", "pid": _pid(line.to, pids), "ts": at_us + 1},
+    ]
+
+
+def _is_hex(text: str) -> bool:
+    return bool(text) and set(text) <= set("0123456789abcdefABCDEF")
+
+
+def otlp(stories: Iterable[Story]) -> Json:
+    """OpenTelemetry spans in OTLP's JSON form: one for each request, its stages below it, on the trace of the client's
+    `traceparent` where there was one. A collector takes it at /v1/traces."""
+    spans = [span for story in stories for span in _spans(story)]
+    resource = {"attributes": [_attribute("service.name", "kvbus")]}
+    return {"resourceSpans": [{"resource": resource, "scopeSpans": [{"scope": {"name": "kvbus"}, "spans": spans}]}]}
+
+
+def _spans(story: Story) -> list[Json]:
+    sent = [line.message for line in story.lines if line.message.trace_id]
+    trace_id = sent[0].trace_id if sent else _digest(story.transfer_id, 32)
+    root_id = _digest(f"{story.transfer_id} request", 16)
+    end_s = max(story.lines[-1].at_s, story.began_s + story.duration_ms / 1000)
+    root = _span(trace_id, root_id, "kvbus.request", story.began_s, end_s) | {
+        "parentSpanId": sent[0].span_id if sent else "",
+        "status": {"code": 2 if story.outcome in ("failed", "expired") else 1},
+        "events": [
+            {"timeUnixNano": _nano(line.at_s), "name": f"{type(line.message).__name__}: {phrase_of(line.message)}"}
+            for line in story.lines
+        ],
+        "attributes": [
+            _attribute("kvbus.request_id", story.request_id),
+            _attribute("kvbus.transfer_id", story.transfer_id),
+            _attribute("kvbus.mode", story.mode),
+            _attribute("kvbus.outcome", story.outcome),
+            _attribute("kvbus.prefill_id", story.prefill_id),
+            _attribute("kvbus.decode_id", story.decode_id),
+        ],
+    }
+    return [root, *(_stage_span(story, stage, trace_id, root_id) for stage in story.stages()[1:])]
+
+
+def _stage_span(story: Story, stage: Stage, trace_id: str, root_id: str) -> Json:
+    end_s = story.began_s + stage.at_ms / 1000
+    span_id = _digest(f"{story.transfer_id} {stage.name}", 16)
+    span = _span(trace_id, span_id, f"kvbus.{stage.name.replace(' ', '_')}", end_s - stage.took_ms / 1000, end_s)
+    return span | {"parentSpanId": root_id}
+
+
+def _span(trace_id: str, span_id: str, name: str, start_s: float, end_s: float) -> Json:
+    times = {"startTimeUnixNano": _nano(start_s), "endTimeUnixNano": _nano(end_s)}
+    return {"traceId": trace_id, "spanId": span_id, "name": name, "kind": 1} | times
+
+
+def _nano(at_s: float) -> str:
+    return str(round(at_s * US) * 1000)
+
+
+def _attribute(key: str, value: str) -> Json:
+    return {"key": key, "value": {"stringValue": value}}
+
+
+def _digest(text: str, chars: int) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=chars // 2).hexdigest()

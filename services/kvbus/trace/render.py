@@ -1,0 +1,134 @@
+"""Stories on a terminal, and as plain lines everywhere else."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvbus.trace.core import Line, Story
+from kvbus.trace.phrases import milliseconds, phrase_of
+
+LIST_HEAD = ("TIME", "REQUEST", "TRANSFER", "MODE", "PREFILL", "DECODE", "OUTCOME", "TTFT", "MESSAGES")
+SHOW_HEAD = ("MS", "FROM", "TO", "WHAT")
+STAGE_HEAD = ("MS", "TOOK", "SHARE", "STAGE")
+SHORT_CHARS = 12
+CRITICAL_SHARE = 0.25
+"""A stage that takes this share of the time to first byte, or more, is marked."""
+_COLOURS = {"completed": "green", "failed": "red", "expired": "red", "cancelled": "yellow", "open": "cyan"}
+_NUMBERS = {"MS", "TOOK", "SHARE", "TTFT", "MESSAGES"}
+
+
+def show_list(console: Console, stories: Sequence[Story]) -> None:
+    """One row for each story."""
+    _table(console, LIST_HEAD, [_row(story, full=not console.is_terminal) for story in stories])
+
+
+def show_story(console: Console, story: Story) -> None:
+    """The timeline of one dispatch, then where its time went."""
+    again = f", attempt {story.attempt}" if story.attempt > 1 else ""
+    console.print(
+        f"request {story.request_id or '?'}  transfer {story.transfer_id}  {story.mode or '?'}  {story.outcome}{again}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    rows = [(f"{_offset(story, line):.2f}", line.sender, line.to, phrase_of(line.message)) for line in story.lines]
+    _table(console, SHOW_HEAD, rows)
+    stages = story.stages()
+    if len(stages) > 1:
+        console.print()
+        _table(console, STAGE_HEAD, stage_rows(story))
+
+
+def stage_rows(story: Story) -> list[tuple[str, str, str, str]]:
+    """Each stage with its share of the time up to the first byte, or to the last stage; the longest are marked."""
+    stages = story.stages()
+    ends = [stage.at_ms for stage in stages if stage.name == "first byte"] or [stages[-1].at_ms]
+    whole_ms = ends[0] or 1.0
+    rows = []
+    for stage in stages:
+        share = stage.took_ms / whole_ms if stage.at_ms <= whole_ms else 0.0
+        mark = "  <- critical" if share >= CRITICAL_SHARE else ""
+        rows.append((f"{stage.at_ms:.2f}", f"{stage.took_ms:.2f}", f"{share:.0%}", stage.name + mark))
+    return rows
+
+
+def live_line(line: Line) -> str:
+    """A message as `tail` prints it."""
+    when = datetime.fromtimestamp(line.at_s).astimezone().strftime("%H:%M:%S.%f")[:-3]
+    return f"{when}  {line.message.key[:SHORT_CHARS]:12}  {line.sender} -> {line.to}  {phrase_of(line.message)}"
+
+
+def summary(story: Story) -> dict[str, Any]:
+    """A story as `ls --json` prints it."""
+    return {
+        "time_unix_s": round(story.began_s, 6),
+        "request_id": story.request_id,
+        "transfer_id": story.transfer_id,
+        "conversation": story.conversation,
+        "mode": story.mode,
+        "prefill_id": story.prefill_id,
+        "decode_id": story.decode_id,
+        "outcome": story.outcome,
+        "status": story.status,
+        "attempt": story.attempt,
+        "ttft_ms": round(story.ttft_ms, 3),
+        "duration_ms": round(story.duration_ms, 3),
+        "messages": len(story.lines),
+    }
+
+
+def details(story: Story) -> dict[str, Any]:
+    """A story as `show --json` prints it."""
+    timeline = [
+        {
+            "ms": round(_offset(story, line), 3),
+            "from": line.sender,
+            "to": line.to,
+            "type": type(line.message).__name__,
+            "what": phrase_of(line.message),
+        }
+        for line in story.lines
+    ]
+    stages = [{"stage": s.name, "ms": round(s.at_ms, 3), "took_ms": round(s.took_ms, 3)} for s in story.stages()]
+    return summary(story) | {"timeline": timeline, "stages": stages}
+
+
+def _offset(story: Story, line: Line) -> float:
+    return (line.at_s - story.began_s) * 1000
+
+
+def _row(story: Story, *, full: bool) -> tuple[str, ...]:
+    when = datetime.fromtimestamp(story.began_s).astimezone()
+    width = None if full else SHORT_CHARS
+    return (
+        when.isoformat(timespec="milliseconds") if full else when.strftime("%H:%M:%S.%f")[:-3],
+        story.request_id[:width] or "-",
+        story.transfer_id[:width],
+        story.mode or "-",
+        story.prefill_id or "-",
+        story.decode_id or "-",
+        story.outcome,
+        milliseconds(story.ttft_ms) if story.ttft_ms else "-",
+        str(len(story.lines)),
+    )
+
+
+def _table(console: Console, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if not console.is_terminal:
+        for text in _aligned([head, *rows]):
+            console.out(text, highlight=False)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in head:
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
+    console.print(table)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
