@@ -16,11 +16,6 @@ from msgspec.structs import replace
 
 from kvbus.bus import Bus, BusSettings
 from kvbus.embedded import EmbeddedNats
-from kvbus.errors import ConfigError
-from kvbus.matcher.lease import Lease
-from kvbus.matcher.partition import Partition
-from kvbus.matcher.presence import Cards
-from kvbus.matcher.settings import MatcherSettings
 from kvbus_schemas import (
     AnyMessage,
     BlocksReady,
@@ -120,13 +115,7 @@ def matcher(server: EmbeddedNats) -> Iterator[Start]:
         process.wait()
 
 
-SCRIPT = """
-import typer
-from kvbus.cli import matcher
-app = typer.Typer()
-matcher.register(app)
-app()
-"""
+SCRIPT = "import typer; from kvbus.cli import matcher; app = typer.Typer(); matcher.register(app); app()"
 
 
 async def until(holds: Callable[[], Awaitable[bool]], within_s: float) -> None:
@@ -173,6 +162,37 @@ async def test_a_refusal_names_both_values_and_reaches_both_engines(engines: Eng
     assert "'c'" in answer.detail
     await asyncio.sleep(0.1)
     assert len(engines.heard) == 2
+
+
+async def test_what_a_producer_tells_a_consumer_alone_ends_the_transfer_here_too(
+    server: EmbeddedNats, engines: Engines, matcher: Start
+) -> None:
+    matcher()
+    await active(engines)
+    prefill = await Bus.connect(BusSettings(nats=server.url), name="p0", incarnation="1")
+    failed = BlocksUnavailable(transfer_id=T, producer_id="p0", reason="failed", detail="boom")
+    await prefill.publish(failed, "d0")
+    await prefill.barrier()
+    await engines.bus.publish(REGISTERED, "matcher")
+    await asyncio.sleep(0.5)
+    await prefill.close()
+    assert [(type(m), m.source.split("-")[0]) for _, m in engines.heard] == [
+        (BlocksUnavailable, "p0"),
+        (BlocksUnavailable, "matcher"),
+    ]
+
+
+async def test_a_refusal_of_a_second_registration_does_not_end_the_first(engines: Engines, matcher: Start) -> None:
+    matcher()
+    await active(engines)
+    await engines.bus.publish(REGISTERED, "matcher")
+    await engines.hear(PushOrdered)
+    await engines.bus.publish(replace(REGISTERED, block_ids=[[8, 9]]), "matcher")
+    await engines.hear(BlocksUnavailable)
+    await asyncio.sleep(0.2)
+    engines.heard.clear()
+    await engines.bus.publish(REGISTERED, "matcher")
+    assert (await engines.hear(PushOrdered)).block_ids == [[5, 6]]
 
 
 async def test_a_registration_made_while_no_matcher_ran_is_ordered_by_the_next(
@@ -276,53 +296,3 @@ async def test_metrics_count_what_was_done(engines: Engines, matcher: Start) -> 
     assert 'kvbus_matcher_events_total{event="ordered"} 1.0' in text
     assert "kvbus_matcher_open_transfers 1.0" in text
     assert "kvbus_matcher_active 1.0" in text
-
-
-async def test_of_two_that_want_a_lease_one_holds_it_and_stops_before_the_other_starts(bus: Bus) -> None:
-    bucket = await bus.bucket(subjects.LEASES_BUCKET)
-    one, two = Lease(bucket, "test", "one"), Lease(bucket, "test", "two")
-    await one.step(100.0)
-    await two.step(100.1)
-    assert (one.is_held(100.2), two.is_held(100.2)) == (True, False)
-    await two.step(102.4)
-    assert (one.is_held(102.24), one.is_held(102.25), two.is_held(102.5)) == (True, False, False)
-    await two.step(102.7)
-    assert two.is_held(102.8)
-    await one.step(102.8)
-    assert not one.is_held(102.8)
-    await two.give_up()
-    await one.step(103.0)
-    assert one.is_held(103.1)
-
-
-def test_a_card_that_vanished_with_its_server_is_gone_only_after_its_lease() -> None:
-    cards = Cards()
-    for name in ("p0", "d0"):
-        cards.seen(EngineCard(
-            engine_id=name, incarnation="1", role="decode", model="m", http_url="", block_size=1, num_blocks=1
-        ))  # fmt: skip
-    cards.reconnected(10.0)
-    cards.vanished("p0", 10.1)
-    cards.vanished("d0", 10.1)
-    cards.seen(EngineCard(
-        engine_id="d0", incarnation="1", role="decode", model="m", http_url="", block_size=1, num_blocks=1
-    ))  # fmt: skip
-    assert cards.gone(15.9) == []
-    assert cards.gone(16.0) == [("p0", "1")]
-    cards.vanished("d0", 20.0)
-    cards.vanished("stranger", 20.0)
-    assert cards.gone(20.0) == [("d0", "1")]
-
-
-def test_every_producer_belongs_to_exactly_one_partition() -> None:
-    parts = [Partition.parse(f"{index}/3") for index in range(3)]
-    for number in range(50):
-        assert sum(part.owns(replace(READY, producer_id=f"p{number}")) for part in parts) == 1
-    assert all(part.owns(CancelOrdered(transfer_id=T, reason="r")) for part in parts)
-    assert [part.lease_key for part in (Partition(), *parts[:1])] == ["matcher", "matcher-0-3"]
-
-
-@pytest.mark.parametrize("changes", [{"partition": "4/4"}, {"partition": "x"}, {"transfers_max": 0}])
-def test_settings_that_cannot_work_stop_the_start(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(changes))):
-        MatcherSettings(**changes).checked()

@@ -36,9 +36,10 @@ UNSENT_MAX = 10_000
 """Posts that are kept while this matcher may not publish, the newest; consumers that miss one ask again."""
 UNSENT_MAX_AGE_S = 60.0
 HEARD = (
-    *(subjects.of_kind(kind, to=MATCHER) for kind in (BlocksRegistered, BlocksReady, BlocksUnavailable)),
-    *(subjects.of_kind(kind) for kind in (TransferClosed, CancelOrdered)),
+    *(subjects.of_kind(kind, to=MATCHER) for kind in (BlocksRegistered, BlocksReady)),
+    *(subjects.of_kind(kind) for kind in (BlocksUnavailable, TransferClosed, CancelOrdered)),
 )
+"""Ends are heard whoever they are for, so that their senders need not tell the matcher as well."""
 
 log = structlog.get_logger(__name__)
 
@@ -91,8 +92,14 @@ class MatcherService:
             await self._change_over()
 
     async def _on_message(self, message: AnyMessage) -> None:
-        if self._partition.owns(message):
+        if self._concerns(message):
             await self._give(self.core.receive(message, monotonic()))
+
+    def _concerns(self, message: AnyMessage) -> bool:
+        """Only a producer itself can say that its blocks are unavailable: matchers hear their own answers too."""
+        if isinstance(message, BlocksUnavailable) and message.source != message.producer_id:
+            return False
+        return self._partition.owns(message)
 
     async def _on_card(self, key: str, value: bytes | None) -> None:
         with contextlib.suppress(UndecodableError):
@@ -113,7 +120,7 @@ class MatcherService:
         self._caught_up = False
         self._seq, past = await heard_before(self._bus, HEARD, since_seq=self._seq, since_s=self._settings.lease_max_s)
         for age_s, message in past:
-            if self._partition.owns(message):
+            if self._concerns(message):
                 await self._give(self.core.receive(message, monotonic(), age_s))
         self._caught_up = True
 
