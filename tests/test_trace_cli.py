@@ -27,6 +27,7 @@ from kvbus.trace.render import show_list, show_story
 from kvbus_schemas import (
     BlocksReady,
     BlocksRegistered,
+    Candidate,
     LoadReported,
     Message,
     PushDone,
@@ -41,6 +42,11 @@ from kvbus_schemas import (
 pytestmark = pytest.mark.nats
 T, U, CONVERSATION = "a" * 32, "b" * 32, "c" * 32
 TRACE_ID, SPAN_ID = "d" * 32, "e" * 16
+CANDIDATES = [
+    Candidate(engine_id="d0", role="decode", score=0.5),
+    Candidate(engine_id="p0", role="prefill", score=1),
+    Candidate(engine_id="p1", role="prefill", score=2, terms={"waiting": -1, "hit": 3}, load_age_ms=12),
+]
 
 
 def said() -> list[tuple[str, str, Message]]:
@@ -48,7 +54,7 @@ def said() -> list[tuple[str, str, Message]]:
     return [
         ("router-1", "all", RouteDecided(
             transfer_id=T, request_id="req-1", mode="early", prefill_id="p0", decode_id="d0", policy="round_robin",
-            reason="next", conversation=CONVERSATION, trace_id=TRACE_ID, span_id=SPAN_ID,
+            reason="next", candidates=CANDIDATES, conversation=CONVERSATION, trace_id=TRACE_ID, span_id=SPAN_ID,
         )),
         ("d0", "matcher", BlocksRegistered(
             transfer_id=T, producer_id="p0", consumer_id="d0", consumer_incarnation="1", block_ids=[[1, 2]],
@@ -173,6 +179,14 @@ def test_show_of_an_ambiguous_beginning_names_the_choices(kvbus: Kvbus) -> None:
     result = kvbus("show", "req")
     assert isinstance(result.exception, ConfigError)
     assert "req-1, req-2" in str(result.exception)
+
+
+def test_why_shows_all_candidates_best_first_and_what_was_chosen(kvbus: Kvbus) -> None:
+    head, _, best, other, decode = kvbus("why", "req-1").stdout.splitlines()
+    assert head == "request req-1  early p0 -> d0 (round_robin: next)"
+    assert best.split() == ["prefill", "p1", "2", "12.0", "ms", "waiting", "-1,", "hit", "3"]
+    assert other.split() == ["prefill", "p0", "1", "-", "chosen"]
+    assert decode.split() == ["decode", "d0", "0.5", "-", "chosen"]
 
 
 def test_export_jsonl_has_every_message_as_it_was(kvbus: Kvbus) -> None:

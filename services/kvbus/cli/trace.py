@@ -79,6 +79,13 @@ def show(name: Id, nats: Nats = None, since: Since = "1d", as_json: AsJson = Fal
         render.show_story(console, story)
 
 
+@trace.command("why")
+def why(name: Id, nats: Nats = None, since: Since = "1d") -> None:
+    """Show why a request went where it went: all candidates with their scores, and how old their loads were."""
+    for story in _named(nats, since, name):
+        render.show_why(_console(), story)
+
+
 @trace.command("tail")
 def tail(
     nats: Nats = None,

@@ -10,15 +10,24 @@ from rich.text import Text
 
 from kvbus.trace.core import Line, Story
 from kvbus.trace.phrases import milliseconds, phrase_of
+from kvbus_schemas import Candidate, RouteDecided
 
 LIST_HEAD = ("TIME", "REQUEST", "TRANSFER", "MODE", "PREFILL", "DECODE", "OUTCOME", "TTFT", "MESSAGES")
 SHOW_HEAD = ("MS", "FROM", "TO", "WHAT")
 STAGE_HEAD = ("MS", "TOOK", "SHARE", "STAGE")
+WHY_HEAD = ("ROLE", "ENGINE", "SCORE", "LOAD AGE", "", "TERMS")
 SHORT_CHARS = 12
 CRITICAL_SHARE = 0.25
 """A stage that takes this share of the time to first byte, or more, is marked."""
-_COLOURS = {"completed": "green", "failed": "red", "expired": "red", "cancelled": "yellow", "open": "cyan"}
-_NUMBERS = {"MS", "TOOK", "SHARE", "TTFT", "MESSAGES"}
+_COLOURS = {
+    "completed": "green",
+    "failed": "red",
+    "expired": "red",
+    "cancelled": "yellow",
+    "open": "cyan",
+    "chosen": "green",
+}
+_NUMBERS = {"SCORE", "LOAD AGE", "MS", "TOOK", "SHARE", "TTFT", "MESSAGES"}
 
 
 def show_list(console: Console, stories: Sequence[Story]) -> None:
@@ -40,6 +49,30 @@ def show_story(console: Console, story: Story) -> None:
     if len(stages) > 1:
         console.print()
         _table(console, STAGE_HEAD, stage_rows(story))
+
+
+def show_why(console: Console, story: Story) -> None:
+    """Every routing decision of a dispatch: what was chosen, why, and how all candidates stood at that moment."""
+    for line in story.lines:
+        decided = line.message
+        if isinstance(decided, RouteDecided):
+            head = f"request {decided.request_id}  {phrase_of(decided)}"
+            console.print(head, highlight=False, soft_wrap=True)
+            rows = [_candidate_row(candidate, decided) for candidate in ranked(decided)]
+            if rows:
+                _table(console, WHY_HEAD, rows)
+
+
+def ranked(decided: RouteDecided) -> list[Candidate]:
+    """The candidates of a decision, by role, the best first."""
+    return sorted(decided.candidates, key=lambda candidate: (candidate.role != "prefill", -candidate.score))
+
+
+def _candidate_row(candidate: Candidate, decided: RouteDecided) -> tuple[str, ...]:
+    chosen = candidate.engine_id == (decided.prefill_id if candidate.role == "prefill" else decided.decode_id)
+    terms = ", ".join(f"{name} {value:g}" for name, value in candidate.terms.items())
+    age = milliseconds(candidate.load_age_ms) if candidate.load_age_ms else "-"
+    return (candidate.role, candidate.engine_id, f"{candidate.score:g}", age, "chosen" if chosen else "", terms)
 
 
 def stage_rows(story: Story) -> list[tuple[str, str, str, str]]:
