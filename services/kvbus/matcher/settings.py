@@ -19,8 +19,9 @@ class MatcherSettings(BusSettings, frozen=True, forbid_unknown_fields=True):
     tombstones_max: int = 100_000
     engine_unknown_max_s: float = 1.0
     """How long a registration waits for the card of an engine that is not known."""
-    lease_max_s: float = 600.0
-    """The longest lease that is replayed after a start; what is older has been closed by its consumer."""
+    lease_max_s: float = 120.0
+    """How far back the stream is replayed after a start, the router's own deadline; a consumer that still waits after
+    that registers again by itself."""
 
     def checked(self) -> "MatcherSettings":
         """These settings, or ConfigError."""
