@@ -11,7 +11,7 @@ from kvbus_schemas.codec import (
     encode,
 )
 from kvbus_schemas.envelope import EVERYONE, Message, Post
-from kvbus_schemas.presence import DeadLetter, EngineCard, LoadReported, Role
+from kvbus_schemas.presence import DeadLetter, DrainOrdered, EngineCard, LoadReported, Role
 from kvbus_schemas.reuse import ReuseAnswered, ReuseAsked, ReuseOffered, ReuseReleased, ReuseWithdrawn
 from kvbus_schemas.route import Candidate, EngineView, RequestServed, RouteAnswered, RouteAsked, RouteDecided
 from kvbus_schemas.ticket import Mode, ReuseGrant, Ticket, TicketError, TicketRole, ticket_from_params
@@ -42,6 +42,7 @@ __all__ = [
     "CancelOrdered",
     "Candidate",
     "DeadLetter",
+    "DrainOrdered",
     "EngineCard",
     "EngineView",
     "LoadReported",

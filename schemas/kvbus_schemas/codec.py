@@ -4,7 +4,7 @@ import msgspec
 
 from kvbus_schemas.cache import BlocksRemoved, BlocksStored, CacheCleared
 from kvbus_schemas.envelope import Message
-from kvbus_schemas.presence import EngineCard, LoadReported
+from kvbus_schemas.presence import DrainOrdered, EngineCard, LoadReported
 from kvbus_schemas.reuse import ReuseAnswered, ReuseAsked, ReuseOffered, ReuseReleased, ReuseWithdrawn
 from kvbus_schemas.route import RequestServed, RouteAnswered, RouteAsked, RouteDecided
 from kvbus_schemas.transfer import (
@@ -24,6 +24,7 @@ MESSAGE_BYTES_MAX = 256 * 1024
 KINDS: tuple[type[Message], ...] = (
     EngineCard,
     LoadReported,
+    DrainOrdered,
     RouteDecided,
     RequestServed,
     RouteAsked,
@@ -51,6 +52,7 @@ KINDS: tuple[type[Message], ...] = (
 AnyMessage = (
     EngineCard
     | LoadReported
+    | DrainOrdered
     | RouteDecided
     | RequestServed
     | RouteAsked

@@ -28,6 +28,7 @@ CHANNELS: tuple[type[msgspec.Struct], ...] = (*KINDS, DeadLetter)
 ROUTES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "EngineCard": (("engine",), ("router", "matcher", "reuse", "engine")),
     "LoadReported": (("engine",), ("router",)),
+    "DrainOrdered": (("engine keeper", "operator"), ("engine",)),
     "RouteDecided": (("router",), ("observer",)),
     "RequestServed": (("router",), ("observer",)),
     "RouteAsked": (("router",), ("external router",)),

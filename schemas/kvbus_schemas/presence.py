@@ -65,6 +65,19 @@ class LoadReported(Message, frozen=True, kw_only=True):
         return self.engine_id
 
 
+class DrainOrdered(Message, frozen=True, kw_only=True):
+    """An engine is asked to take no new requests and to finish what it has; its card then says `draining`."""
+
+    PLANE: ClassVar[Plane] = "presence"
+
+    engine_id: str
+    reason: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.engine_id
+
+
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
     """Bytes that a process could not take: where they came in, why, how many. Never the bytes themselves."""
 

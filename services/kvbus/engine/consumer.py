@@ -156,6 +156,15 @@ class ConsumerCore:
         waiting.aborted = True
         return self._drain(waiting, "cancelled", "the client left", now_s)
 
+    def producer_gone(self, engine_id: str, incarnation: str, now_s: float) -> Steps:
+        """A producer has died: what it has not finished will not come."""
+        steps = Steps()
+        for waiting in list(self.open.values()):
+            registration = waiting.registration
+            if (registration.producer_id, registration.producer_incarnation) == (engine_id, incarnation):
+                _merge(steps, self._drain(waiting, "failed", f"prefill {engine_id} is gone", now_s))
+        return steps
+
     def reported(self, request_id: str, now_s: float) -> Steps:
         """The ranks have given the request back to vLLM: the transfer is over."""
         transfer_id = self.by_request.pop(request_id, None)

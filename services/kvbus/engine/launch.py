@@ -107,3 +107,13 @@ def platform_problem() -> str:
     if find_spec("vllm") is None:
         return "vLLM is not installed in this environment: run `make setup`, or `pip install vllm nixl` on a GPU machine"
     return ""
+
+
+def plain_command(model: str, port: int) -> list[str]:
+    """A vLLM server without any connector."""
+    return [str(Path(sys.executable).parent / "vllm"), "serve", model, "--host", "127.0.0.1", "--port", str(port)]
+
+
+def plain_environment() -> dict[str, str]:
+    """Its environment on this machine."""
+    return (CPU_ENVIRONMENT if cpu_build() else {}) | {"VLLM_NO_USAGE_STATS": "1"} | dict(os.environ)

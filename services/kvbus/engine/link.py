@@ -11,8 +11,20 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 import structlog
-from kvbus_schemas import EVERYONE, EngineCard, LoadReported, Message, Post, UndecodableError, decode, encode, subjects
+from kvbus_schemas import (
+    EVERYONE,
+    DrainOrdered,
+    EngineCard,
+    LoadReported,
+    Message,
+    Post,
+    UndecodableError,
+    decode,
+    encode,
+    subjects,
+)
 
 from kvbus.bus import Bus, BusSettings
 from kvbus.engine.peers import PRESENCE_LEASE_S, PRESENCE_RENEW_S
@@ -44,6 +56,7 @@ class LinkState:
     own_card_s: float = 0.0
     """When this process last saw its own engine's card on the bus, by its monotonic clock."""
     dropped: int = 0
+    draining: bool = False
     stopping: threading.Event = field(default_factory=threading.Event)
 
 
@@ -110,7 +123,7 @@ class Link:
             return
         tasks = [asyncio.create_task(self._forever(self._pump))]
         try:
-            await bus.subscribe(subjects.addressed_to(self.engine_id), self._handlers.hear)
+            await bus.subscribe(subjects.addressed_to(self.engine_id), self._hear)
             await self._watch_cards(bus)
             self.bus = bus
             if self._handlers.card is not None:
@@ -157,6 +170,15 @@ class Link:
                 post = self._posts.get_nowait()
                 await self.bus.publish(post.message, post.to)
 
+    async def _hear(self, message: Message) -> None:
+        assert self._handlers is not None
+        if isinstance(message, DrainOrdered):
+            self.state.draining = True
+            if self._handlers.card is not None and self.bus is not None:
+                await self._put_card()
+            return
+        self._handlers.hear(message)
+
     async def _watch_cards(self, bus: Bus) -> None:
         bucket = await bus.bucket(subjects.ENGINES_BUCKET)
         await bucket.watch(self._card_changed)
@@ -179,17 +201,20 @@ class Link:
             self._handlers.seen(card)
 
     async def _keep_card(self) -> None:
+        await asyncio.sleep(PRESENCE_RENEW_S if await self._put_card() else 0.05)
+
+    async def _put_card(self) -> bool:
         assert self._handlers is not None and self._handlers.card is not None and self.bus is not None
         card = self._handlers.card()
         if card is None:
-            await asyncio.sleep(0.05)
-            return
+            return False
+        card = msgspec.structs.replace(self.bus.envelope(card), draining=self.state.draining)
         bucket = await self.bus.bucket(subjects.ENGINES_BUCKET)
         await bucket.put(card.engine_id, encode(card), ttl_s=PRESENCE_LEASE_S)
         if not self._card_known:
             self._card_known = True
             log.info("engine_announced", engine_id=card.engine_id, incarnation=card.incarnation, role=card.role)
-        await asyncio.sleep(PRESENCE_RENEW_S)
+        return True
 
     async def _withdraw(self, bus: Bus) -> None:
         assert self._handlers is not None

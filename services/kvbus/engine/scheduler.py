@@ -240,7 +240,9 @@ class SchedulerSide:
 
     def _listen(self, now_s: float) -> None:
         while self.gone:
-            self._produced(self.producer.consumer_gone(*self.gone.popleft()))
+            gone = self.gone.popleft()
+            self._produced(self.producer.consumer_gone(*gone))
+            self._consumed(self.consumer.producer_gone(*gone, now_s))
         while self.heard:
             message = self.heard.popleft()
             if isinstance(message, PushOrdered):

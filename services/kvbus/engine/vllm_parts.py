@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import vllm
+import zmq
 from kvbus_schemas import LoadReported
 from kvbus_schemas.presence import Role
 from vllm.distributed.device_communicators import shm_broadcast
@@ -20,8 +21,9 @@ from kvbus.errors import EngineError
 SUPPORTED = ("0.32.",)
 WAKEUP = EngineCoreRequestType.WAKEUP
 
-NAP_MIN_S = 50e-6
-NAP_MAX_S = 500e-6
+LOOK_EVERY_S = 50e-6
+LOOK_FOR_S = 2e-3
+NAP_MAX_MS = 5
 
 
 @dataclass(frozen=True)
@@ -121,21 +123,24 @@ def quiet_nixl(delay_us: int) -> None:
 
 
 def nap_between_messages() -> None:
-    """Let readers of vLLM's shared-memory queue nap between two looks instead of yielding a core for a second.
+    """Let readers of vLLM's shared-memory queue sleep on its notification instead of yielding a core for a second.
 
-    The nap grows with the time since the last message, from 50 to 500 microseconds, so a busy engine loses nothing.
+    Right after a message the reader still looks every 50 microseconds. A notification can be lost (its socket keeps
+    one), hence the bound on the sleep, which is all that a lost one costs.
     """
     condition = shm_broadcast.SpinCondition
-    if getattr(condition, "kvbus_naps", False) or os.environ.get("KVBUS_ENGINE_SPIN"):
+    if getattr(condition, "kvbus_naps", False) or os.environ.get("KVBUS_SPIN"):
         return
-    spin = condition.wait
+    stock_wait = condition.wait
 
     def wait(self: Any, timeout_ms: int | None = None) -> None:
         idle_s = time.monotonic() - self.last_read
-        if idle_s <= self.busy_loop_s:
-            time.sleep(min(max(idle_s / 20, NAP_MIN_S), NAP_MAX_S))
-        else:
-            spin(self, timeout_ms)
+        if idle_s > self.busy_loop_s:
+            stock_wait(self, timeout_ms)
+        elif idle_s < LOOK_FOR_S:
+            time.sleep(LOOK_EVERY_S)
+        elif self.local_notify_socket in dict(self.poller.poll(timeout=NAP_MAX_MS)):
+            self.local_notify_socket.recv(flags=zmq.NOBLOCK, copy=False)
 
     condition.wait = wait
     condition.kvbus_naps = True

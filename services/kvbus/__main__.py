@@ -1,0 +1,5 @@
+"""`python -m kvbus`."""
+
+from kvbus.cli import main
+
+main()

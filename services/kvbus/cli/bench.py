@@ -1,0 +1,13 @@
+"""`kvbus bench`: measurements as ratios of things that ran in turn."""
+
+import typer
+
+bench = typer.Typer(no_args_is_help=True, help="Measure: every figure is a ratio of arms that ran in turn.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add `kvbus bench`."""
+    from kvbus.bench.router import register_bench as register_router
+
+    register_router(bench)
+    app.add_typer(bench, name="bench")

@@ -1,0 +1,274 @@
+"""`kvbus up`: nats-server, matcher, reuse, router and engines as child processes of this one."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Literal
+
+import aiohttp
+import msgspec
+from kvbus_schemas import EngineCard, Role, decode, subjects
+
+from kvbus.bus import Bus, BusSettings
+from kvbus.embedded import EmbeddedNats
+from kvbus.engine.launch import platform_problem
+from kvbus.engine.model import SHAPES, make_model
+from kvbus.errors import ConfigError
+from kvbus.local.children import Child, kvbus_command
+from kvbus.local.ports import free_port
+from kvbus.process import process_name, new_incarnation
+
+READY_MAX_S = 300.0
+"""How long all of it may take to be ready. A busy two-core machine needs 60 s for two engines."""
+LOOK_EVERY_S = 0.1
+
+TEST_MODEL_ARGUMENTS = [
+    *("--dtype", "float32"),
+    *("--max-model-len", "4096"),
+    *("--max-num-seqs", "8"),
+    *("--max-num-batched-tokens", "512"),
+    *("--block-size", "32"),
+    *("--num-gpu-blocks-override", "512"),
+    "--enforce-eager",
+    "--disable-uvicorn-access-log",
+    "--enable-prompt-tokens-details",
+]
+"""What fits the seeded models on a CPU."""
+
+Say = Callable[[str], None]
+
+
+class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to start."""
+
+    prefill: int = 1
+    decode: int = 1
+    model: str = "tiny"
+    """A directory or name that vLLM knows, or `tiny` or `small`: a seeded test model."""
+    engine: Literal["vllm", "sim"] = "vllm"
+    port: int = 0
+    """The router's; 0 takes a free one."""
+    nats: str = ""
+    """An existing NATS; empty: an embedded one."""
+    work_dir: Path = Path(".kvbus")
+    """Logs, seeded models and the embedded server's streams."""
+    engine_arguments: list[str] = []
+    """More arguments of every `vllm serve`."""
+    prefill_arguments: list[str] = []
+    decode_arguments: list[str] = []
+    engine_settings: dict[str, str] = {}
+    """More KVBUS_ENGINE_... settings of every engine."""
+    matchers: int = 1
+    routers: int = 1
+    plain: bool = False
+    """Also start one plain vLLM server, to compare with."""
+
+
+class EngineProcess(msgspec.Struct, kw_only=True):
+    """One started engine."""
+
+    engine_id: str
+    role: Role | Literal["plain"]
+    url: str
+    child: Child
+
+
+class Fleet:
+    """A running fleet. Made by `start_fleet`."""
+
+    def __init__(self, options: FleetOptions, say: Say) -> None:
+        self.options, self.say = options, say
+        self.nats: EmbeddedNats | None = None
+        self.nats_url = options.nats
+        self.engines: list[EngineProcess] = []
+        self.matchers: list[Child] = []
+        self.routers: list[Child] = []
+        self.router_ports: list[int] = []
+        self.plain_url = ""
+        self.model = options.model
+        self.log_dir = options.work_dir / "logs"
+        self.bus: Bus | None = None
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.router_ports[0]}"
+
+    def ready_line(self) -> str:
+        """The one line of `kvbus up --json`."""
+        engines = [
+            {"engine_id": e.engine_id, "role": e.role, "url": e.url, "pid": e.child.pid}
+            for e in self.engines
+            if e.role != "plain"
+        ]
+        line = {"base_url": self.base_url, "nats_url": self.nats_url, "engines": engines}
+        return msgspec.json.encode(line).decode()
+
+    def children(self) -> list[Child]:
+        """Everything that runs, in the order of its start."""
+        return [*self.matchers, *(e.child for e in self.engines), *self.routers]
+
+    async def start(self) -> None:
+        """Start all, in order; return when the router has an engine of each role. Raises on the first failure."""
+        self._prepare_model()
+        if not self.nats_url:
+            self.say("starting nats-server with JetStream")
+            self.nats = EmbeddedNats(store_dir=self.options.work_dir / "nats")
+            self.nats_url = await asyncio.to_thread(lambda: self.nats.start().url if self.nats else "")
+        self.bus = await Bus.connect(
+            BusSettings(nats=self.nats_url), name=process_name("up"), incarnation=new_incarnation()
+        )
+        for number in range(self.options.matchers):
+            self.start_matcher(number)
+        roles: list[tuple[Role, int]] = [("prefill", self.options.prefill), ("decode", self.options.decode)]
+        for role, count in roles:
+            for number in range(count):
+                self.start_engine(role, number)
+        if self.options.plain:
+            self._start_plain()
+        for number in range(self.options.routers):
+            self.start_router(number)
+        await self._until_ready()
+
+    def start_matcher(self, number: int) -> Child:
+        child = self._child(f"matcher-{number}", "matcher", "--nats", self.nats_url)
+        self.matchers.append(child)
+        return child
+
+    def start_router(self, number: int) -> Child:
+        port = self.options.port if number == 0 and self.options.port else free_port()
+        self.router_ports.append(port)
+        child = self._child(f"router-{number}", "router", "--nats", self.nats_url, "--port", str(port))
+        self.routers.append(child)
+        return child
+
+    def start_engine(self, role: Role, number: int) -> EngineProcess:
+        engine_id, port = f"{role}-{number}", free_port()
+        self.say(f"starting {engine_id} ({'vllm serve' if self.options.engine == 'vllm' else 'sim'}, port {port})")
+        own = self.options.prefill_arguments if role == "prefill" else self.options.decode_arguments
+        command = ["engine", role, self.model, "--nats", self.nats_url, "--engine-id", engine_id, "--port", str(port)]
+        if self.options.engine == "sim":
+            command = ["sim-engine", *command[1:]]
+        else:
+            command += self._vllm_arguments() + own
+        engine = EngineProcess(
+            engine_id=engine_id, role=role, url=f"http://127.0.0.1:{port}", child=self._child(engine_id, *command)
+        )
+        self.engines.append(engine)
+        return engine
+
+    def engine(self, engine_id: str) -> EngineProcess:
+        return next(engine for engine in self.engines if engine.engine_id == engine_id)
+
+    async def restart_engine(self, engine_id: str) -> EngineProcess:
+        """Start a new process in the place of one that has ended."""
+        old = self.engine(engine_id)
+        self.engines.remove(old)
+        role, number = engine_id.rsplit("-", 1)
+        assert role in ("prefill", "decode")
+        return self.start_engine("prefill" if role == "prefill" else "decode", int(number))
+
+    async def stop(self) -> None:
+        """Routers finish their streams first, then engines, matchers and the server."""
+        if self.bus is not None:
+            await self.bus.close()
+        for children in (self.routers, [e.child for e in self.engines], self.matchers):
+            await asyncio.gather(*(child.stop() for child in children))
+        if self.nats is not None:
+            await asyncio.to_thread(self.nats.stop)
+
+    async def cards(self) -> dict[str, EngineCard]:
+        """The engines that have announced themselves."""
+        assert self.bus is not None
+        bucket = await self.bus.bucket(subjects.ENGINES_BUCKET)
+        entries = {key: await bucket.get(key) for key in await bucket.keys(">")}
+        decoded = {key: decode(entry.value) for key, entry in entries.items() if entry is not None}
+        return {key: card for key, card in decoded.items() if isinstance(card, EngineCard)}
+
+    async def wait_engines(self, ready_max_s: float = READY_MAX_S) -> None:
+        """Return when every engine answers and has announced itself. Raises when one ends or time is over."""
+        deadline_s = time.monotonic() + ready_max_s
+        waiting = {engine.engine_id: engine for engine in self.engines}
+        async with aiohttp.ClientSession() as http:
+            while waiting:
+                cards = await self.cards()
+                for engine in list(waiting.values()):
+                    engine.child.check()
+                    announced = engine.role == "plain" or engine.engine_id in cards
+                    if announced and await _healthy(http, engine.url):
+                        self.say(f"{engine.engine_id} is ready")
+                        del waiting[engine.engine_id]
+                _check_time(deadline_s, ready_max_s, sorted(waiting), self.log_dir)
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _until_ready(self) -> None:
+        await self.wait_engines()
+        deadline_s = time.monotonic() + READY_MAX_S
+        async with aiohttp.ClientSession() as http:
+            for child, port in zip(self.routers, self.router_ports, strict=True):
+                while not await _healthy(http, f"http://127.0.0.1:{port}"):
+                    child.check()
+                    for matcher in self.matchers:
+                        matcher.check()
+                    _check_time(deadline_s, READY_MAX_S, [child.name], self.log_dir)
+                    await asyncio.sleep(LOOK_EVERY_S)
+        self.say(f"ready: {self.base_url}")
+
+    def _prepare_model(self) -> None:
+        if self.options.engine == "sim":
+            return
+        problem = platform_problem()
+        if problem:
+            raise ConfigError(problem)
+        if self.model in SHAPES:
+            self.say(f"preparing the seeded model {self.model!r}")
+            name: Literal["tiny", "small"] = "tiny" if self.model == "tiny" else "small"
+            self.model = str(make_model(name, self.options.work_dir / "models" / self.model))
+
+    def _vllm_arguments(self) -> list[str]:
+        if self.options.model not in SHAPES:
+            return list(self.options.engine_arguments)
+        named = ["--served-model-name", self.options.model]
+        return named + TEST_MODEL_ARGUMENTS + self.options.engine_arguments
+
+    def _start_plain(self) -> None:
+        from kvbus.engine.launch import plain_command, plain_environment
+
+        port = free_port()
+        self.plain_url = f"http://127.0.0.1:{port}"
+        self.say(f"starting one plain vLLM engine to compare with (port {port})")
+        command = plain_command(self.model, port) + self._vllm_arguments()
+        child = Child("plain", command, self.log_dir, plain_environment())
+        self.engines.append(EngineProcess(engine_id="plain", role="plain", url=self.plain_url, child=child))
+
+    def _child(self, name: str, *arguments: str) -> Child:
+        import os
+
+        environ = dict(os.environ)
+        environ |= {f"KVBUS_ENGINE_{key.upper()}": value for key, value in self.options.engine_settings.items()}
+        return Child(name, kvbus_command(*arguments), self.log_dir, environ)
+
+
+@contextlib.asynccontextmanager
+async def start_fleet(options: FleetOptions, say: Say = lambda _: None) -> AsyncIterator[Fleet]:
+    """A fleet that is ready inside the `async with`, and gone after it, whatever happens."""
+    fleet = Fleet(options, say)
+    try:
+        await fleet.start()
+        yield fleet
+    finally:
+        await fleet.stop()
+
+
+async def _healthy(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with http.get(url + "/health", timeout=aiohttp.ClientTimeout(total=2)) as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+def _check_time(deadline_s: float, max_s: float, waiting: list[str], log_dir: Path) -> None:
+    if waiting and time.monotonic() > deadline_s:
+        raise ConfigError(f"{', '.join(waiting)} not ready after {max_s:.0f} s: see the logs in {log_dir}")
