@@ -9,7 +9,6 @@ The only module (with `vllm_parts`) that imports vllm. It translates: vLLM's hoo
 
 from typing import TYPE_CHECKING, Any
 
-from kvbus_schemas import EngineCard, LoadReported
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -26,10 +25,13 @@ from kvbus.engine.handle import EngineHandle, unpin_threads
 from kvbus.engine.identity import Identity
 from kvbus.engine.landing import LandingCore
 from kvbus.engine.link import Link, LinkHandlers
+from kvbus.engine.own_matcher import CAPABILITY as MATCHES_ITSELF
+from kvbus.engine.own_matcher import OwnMatcher
 from kvbus.engine.rank import RankSide
 from kvbus.engine.scheduler import SchedulerSide
 from kvbus.engine.settings import EngineSettings, engine_settings
 from kvbus.engine.writing import WritingCore
+from kvbus_schemas import EngineCard, LoadReported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,19 +42,17 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class KvbusMetadata(KVConnectorMetadata):
+class KvbusMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not type-checked here
     """What one step carries from the scheduler to every rank."""
 
     def __init__(self, orders: StepOrders) -> None:
         self.orders = orders
 
 
-class KvbusConnector(NixlBaseConnector):
+class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not type-checked here
     """vLLM's KV connector for kvbus; one object in the scheduler's process, one in each rank's."""
 
-    def __init__(
-        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
-    ) -> None:
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         vllm_parts.check_supported(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
@@ -64,6 +64,8 @@ class KvbusConnector(NixlBaseConnector):
         self._unpinned = False
         if role == KVConnectorRole.SCHEDULER:
             self._link = _link(self._identity, self._settings, name=self._identity.engine_id)
+            if self._settings.matcher == "engine" and self._identity.role == "prefill":
+                self._link.own_matcher = OwnMatcher(self._identity.engine_id)
             handle = EngineHandle(vllm_parts.WAKEUP)
             self._scheduler_side = SchedulerSide(self._identity, self._settings, self._link, handle)
         else:
@@ -96,9 +98,7 @@ class KvbusConnector(NixlBaseConnector):
         assert self._scheduler_side is not None
         return self._scheduler_side.matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(
-        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         assert self._scheduler_side is not None
         self._scheduler_side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
@@ -142,9 +142,14 @@ class KvbusConnector(NixlBaseConnector):
             vllm_version=me.vllm_version,
             kvbus_version=__version__,
             max_model_len=me.max_model_len,
-            capabilities=["push", *(["progressive"] if self._settings.progressive else [])],
+            capabilities=self._capabilities(),
             agent_metadata=self._agents,
         )
+
+    def _capabilities(self) -> list[str]:
+        own_matcher = self._link.own_matcher is not None
+        have = {"push": True, "progressive": self._settings.progressive, MATCHES_ITSELF: own_matcher}
+        return [name for name, there in have.items() if there]
 
     def _load(self) -> LoadReported | None:
         assert self._scheduler_side is not None

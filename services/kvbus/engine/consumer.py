@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import msgspec
+
+from kvbus.engine.facts import MATCHER
+from kvbus.engine.peers import Peers
 from kvbus_schemas import (
     BlocksRegistered,
     BlocksUnavailable,
@@ -28,9 +31,6 @@ from kvbus_schemas import (
     PushQuiesced,
     TransferClosed,
 )
-
-from kvbus.engine.facts import MATCHER
-from kvbus.engine.peers import Peers
 
 REPEAT_S = 1.0
 """How often an unanswered CancelOrdered is said again."""
@@ -217,9 +217,7 @@ class ConsumerCore:
 
     def _cancel(self, waiting: Waiting, now_s: float) -> Steps:
         waiting.again_s = now_s + REPEAT_S
-        order = CancelOrdered(
-            transfer_id=waiting.registration.transfer_id, reason=waiting.reason, consumer_id=self.me
-        )
+        order = CancelOrdered(transfer_id=waiting.registration.transfer_id, reason=waiting.reason, consumer_id=self.me)
         return Steps([Post(waiting.registration.producer_id, order)])
 
     def _quiesced(self, waiting: Waiting, rank: int, ranks: int) -> Steps:

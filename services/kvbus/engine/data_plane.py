@@ -11,7 +11,6 @@ from typing import Any
 
 import structlog
 import torch
-from kvbus_schemas import EngineCard
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, RemoteMeta, ReqMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
@@ -20,6 +19,7 @@ from kvbus.engine.facts import landing_note
 from kvbus.engine.vllm_parts import agent_metadata_of
 from kvbus.engine.writing import Write
 from kvbus.errors import EngineError
+from kvbus_schemas import EngineCard
 
 log = structlog.get_logger()
 
@@ -104,7 +104,8 @@ class StockDataPlane:
         meta = ReqMeta(
             local_block_ids=local,
             local_physical_block_ids=worker._logical_to_kernel_block_ids(  # noqa: SLF001
-                local, worker._physical_blocks_per_logical_kv_block  # noqa: SLF001
+                local,
+                worker._physical_blocks_per_logical_kv_block,  # noqa: SLF001
             ),
             tp_size=worker.world_size,
             remote=RemoteMeta(

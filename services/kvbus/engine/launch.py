@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from kvbus_schemas import Role
 
 KV_ROLES: Mapping[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -105,7 +106,9 @@ def platform_problem() -> str:
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
-        return "vLLM is not installed in this environment: run `make setup`, or `pip install vllm nixl` on a GPU machine"
+        return (
+            "vLLM is not installed in this environment: run `make setup`, or `pip install vllm nixl` on a GPU machine"
+        )
     return ""
 
 

@@ -13,6 +13,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 import structlog
+
+from kvbus.bus import Bus, BusSettings
+from kvbus.engine.own_matcher import OwnMatcher
+from kvbus.engine.peers import PRESENCE_LEASE_S, PRESENCE_RENEW_S
+from kvbus.errors import BusError
+from kvbus.presence import Cards
 from kvbus_schemas import (
     EVERYONE,
     DrainOrdered,
@@ -26,10 +32,6 @@ from kvbus_schemas import (
     subjects,
 )
 
-from kvbus.bus import Bus, BusSettings
-from kvbus.engine.peers import PRESENCE_LEASE_S, PRESENCE_RENEW_S
-from kvbus.errors import BusError
-
 log = structlog.get_logger()
 
 POSTS_MAX = 100_000
@@ -37,6 +39,7 @@ POSTS_MAX = 100_000
 LOAD_EVERY_S = 0.5
 LOAD_AT_LEAST_S = 2.0
 CONNECT_AGAIN_S = 1.0
+KEEP_TIME_S = 0.25
 
 
 @dataclass
@@ -73,6 +76,8 @@ class Link:
         self._news: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
         self._card_known = False
+        self._cards = Cards()
+        self.own_matcher: OwnMatcher | None = None
         self._handlers: LinkHandlers | None = None
 
     @property
@@ -124,8 +129,12 @@ class Link:
         tasks = [asyncio.create_task(self._forever(self._pump))]
         try:
             await bus.subscribe(subjects.addressed_to(self.engine_id), self._hear)
-            await self._watch_cards(bus)
+            if self.own_matcher is not None:
+                await self.own_matcher.attach(bus)
+            bus.on_connected.append(self._reconnected)
+            await (await bus.bucket(subjects.ENGINES_BUCKET)).watch(self._card_changed)
             self.bus = bus
+            tasks.append(asyncio.create_task(self._forever(self._keep_time)))
             if self._handlers.card is not None:
                 tasks.append(asyncio.create_task(self._forever(self._keep_card)))
             if self._handlers.load is not None:
@@ -179,14 +188,13 @@ class Link:
             return
         self._handlers.hear(message)
 
-    async def _watch_cards(self, bus: Bus) -> None:
-        bucket = await bus.bucket(subjects.ENGINES_BUCKET)
-        await bucket.watch(self._card_changed)
+    async def _reconnected(self) -> None:
+        self._cards.reconnected(time.monotonic())
 
-    def _card_changed(self, engine_id: str, value: bytes | None) -> None:
+    async def _card_changed(self, engine_id: str, value: bytes | None) -> None:
         assert self._handlers is not None
         if value is None:
-            self._handlers.gone(engine_id)
+            self._cards.vanished(engine_id, time.monotonic())
             return
         try:
             card = decode(value)
@@ -195,10 +203,25 @@ class Link:
             return
         if not isinstance(card, EngineCard):
             return
+        self._cards.seen(card)
+        if self.own_matcher is not None:
+            await self.own_matcher.seen(card)
         if (card.engine_id, card.incarnation) == (self.engine_id, self.incarnation):
             self.state.own_card_s = time.monotonic()
         else:
             self._handlers.seen(card)
+
+    async def _keep_time(self) -> None:
+        """Tell who is gone: not at once after a reconnect, since the server's restart has taken every card."""
+        assert self._handlers is not None
+        for engine_id, incarnation in self._cards.gone(time.monotonic()):
+            log.info("engine_gone", engine_id=engine_id, incarnation=incarnation)
+            if self.own_matcher is not None:
+                await self.own_matcher.gone(engine_id, incarnation)
+            self._handlers.gone(engine_id)
+        if self.own_matcher is not None:
+            await self.own_matcher.tick()
+        await asyncio.sleep(KEEP_TIME_S)
 
     async def _keep_card(self) -> None:
         await asyncio.sleep(PRESENCE_RENEW_S if await self._put_card() else 0.05)

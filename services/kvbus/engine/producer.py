@@ -13,6 +13,7 @@ This is a core: facts and the time in, `ProducerSteps` out; no clock, no I/O.
 
 from dataclasses import dataclass, field
 
+from kvbus.engine.facts import MATCHER, Terms
 from kvbus_schemas import (
     BlocksReady,
     BlocksUnavailable,
@@ -22,8 +23,6 @@ from kvbus_schemas import (
     Ticket,
     TransferClosed,
 )
-
-from kvbus.engine.facts import MATCHER, Terms
 
 TOMBSTONES_MAX = 4096
 """Transfers that are remembered after their end, so that a ticket used twice is noticed."""

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import structlog
-from kvbus_schemas import EngineCard, Message, PushDone
 
 from kvbus.engine.facts import StepOrders, read_landing_note
 from kvbus.engine.landing import LandingCore
 from kvbus.engine.link import Link
 from kvbus.engine.peers import PRESENCE_LEASE_S, WRITE_MAX_S
 from kvbus.engine.writing import Moves, Write, WritingCore
+from kvbus_schemas import EngineCard, Message, PushDone
 
 log = structlog.get_logger()
 

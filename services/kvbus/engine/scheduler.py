@@ -9,6 +9,15 @@ from collections import deque
 from typing import Any
 
 import structlog
+
+from kvbus.engine.consumer import ConsumerCore, Steps
+from kvbus.engine.facts import MATCHER, Expect, Progress, StepOrders, Terms, blocks_for, prompt_digest
+from kvbus.engine.handle import EngineHandle
+from kvbus.engine.identity import Identity
+from kvbus.engine.link import Link
+from kvbus.engine.peers import Peers
+from kvbus.engine.producer import ProducerCore, ProducerSteps
+from kvbus.engine.settings import EngineSettings
 from kvbus_schemas import (
     BlocksRegistered,
     BlocksUnavailable,
@@ -20,15 +29,6 @@ from kvbus_schemas import (
     TicketError,
     ticket_from_params,
 )
-
-from kvbus.engine.consumer import ConsumerCore, Steps
-from kvbus.engine.facts import MATCHER, Expect, Progress, StepOrders, Terms, blocks_for, prompt_digest
-from kvbus.engine.handle import EngineHandle
-from kvbus.engine.identity import Identity
-from kvbus.engine.link import Link
-from kvbus.engine.peers import Peers
-from kvbus.engine.producer import ProducerCore, ProducerSteps
-from kvbus.engine.settings import EngineSettings
 
 log = structlog.get_logger()
 
@@ -246,9 +246,7 @@ class SchedulerSide:
         while self.heard:
             message = self.heard.popleft()
             if isinstance(message, PushOrdered):
-                self.producer.consumer_known(
-                    message.transfer_id, message.consumer_id, message.consumer_incarnation
-                )
+                self.producer.consumer_known(message.transfer_id, message.consumer_id, message.consumer_incarnation)
                 continue
             self._consumed(self.consumer.receive(message, now_s))
             self._produced(self.producer.receive(message))

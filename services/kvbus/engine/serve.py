@@ -13,12 +13,12 @@ import sys
 import time
 
 import structlog
-from kvbus_schemas import DrainOrdered, EngineCard, LoadReported, UndecodableError, decode, subjects
 
 from kvbus.bus import Bus, BusSettings
 from kvbus.engine.launch import EngineOptions, vllm_command, vllm_environment
 from kvbus.errors import BusError
 from kvbus.process import new_incarnation, process_name
+from kvbus_schemas import DrainOrdered, EngineCard, LoadReported, UndecodableError, decode, subjects
 
 log = structlog.get_logger()
 

@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 import vllm
 import zmq
-from kvbus_schemas import LoadReported
-from kvbus_schemas.presence import Role
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
 from vllm.v1.engine import EngineCoreRequestType
@@ -17,6 +15,8 @@ from vllm.v1.engine import EngineCoreRequestType
 from kvbus.engine.identity import Identity
 from kvbus.engine.settings import EngineSettings
 from kvbus.errors import EngineError
+from kvbus_schemas import LoadReported
+from kvbus_schemas.presence import Role
 
 SUPPORTED = ("0.32.",)
 WAKEUP = EngineCoreRequestType.WAKEUP

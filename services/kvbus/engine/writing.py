@@ -10,10 +10,9 @@ This is a core: facts and the time in, `Moves` out; the thread around it posts t
 
 from dataclasses import dataclass, field
 
+from kvbus.engine.facts import MATCHER, Progress, Terms, blocks_for
 from kvbus_schemas import CancelOrdered, Message, Post, PushDone, PushFailed, PushOrdered, PushQuiesced, TransferClosed
 from kvbus_schemas.transfer import QuiesceState
-
-from kvbus.engine.facts import MATCHER, Progress, Terms, blocks_for
 
 TRANSFERS_MAX = 8192
 """Orders that are kept without a request of ours; the oldest go first."""

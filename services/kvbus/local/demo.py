@@ -5,13 +5,13 @@ import time
 from typing import Any
 
 import msgspec
-from kvbus_schemas import RequestServed
 from openai import AsyncOpenAI
 
 from kvbus.errors import CommandFailed
 from kvbus.local.fleet import Fleet, Say
 from kvbus.trace.core import Story, named, stories_of
 from kvbus.trace.reader import lines_of_requests
+from kvbus_schemas import RequestServed
 
 MAX_TOKENS = 32
 TRACE_WAIT_S = 5.0
@@ -39,12 +39,14 @@ async def run_demo(fleet: Fleet, say: Say) -> list[Story]:
     try:
         for number, question in enumerate(QUESTIONS, 1):
             messages.append({"role": "user", "content": question})
+            text = ""
             for stream in (True, False):
                 answer = await _ask(routed, fleet.options.model, messages, stream=stream)
                 expected = await _ask(plain, fleet.options.model, messages, stream=stream)
                 _compare(answer, expected, f"turn {number}, {'streamed' if stream else 'whole'}", say)
                 transfers.append(answer.transfer_id)
-            messages.append({"role": "assistant", "content": answer.text})
+                text = answer.text
+            messages.append({"role": "assistant", "content": text})
     finally:
         await routed.close()
         await plain.close()
@@ -80,7 +82,8 @@ async def _ask(client: AsyncOpenAI, model: str, messages: list[dict[str, str]], 
         tokens = list((choice.model_extra or {}).get("token_ids") or [])
         return Answer(choice.message.content or "", tokens, took_ms, raw.headers.get("x-kvbus-transfer", ""))
     raw = await client.chat.completions.with_raw_response.create(**request, stream=True)
-    text, streamed, first_ms = "", [], 0.0
+    text, first_ms = "", 0.0
+    streamed: list[int] = []
     async for chunk in raw.parse():
         for part in chunk.choices:
             first_ms = first_ms or (time.monotonic() - since_s) * 1e3

@@ -9,7 +9,6 @@ from typing import Literal
 
 import aiohttp
 import msgspec
-from kvbus_schemas import EngineCard, Role, decode, subjects
 
 from kvbus.bus import Bus, BusSettings
 from kvbus.embedded import EmbeddedNats
@@ -18,7 +17,8 @@ from kvbus.engine.model import SHAPES, make_model
 from kvbus.errors import ConfigError
 from kvbus.local.children import Child, kvbus_command
 from kvbus.local.ports import free_port
-from kvbus.process import process_name, new_incarnation
+from kvbus.process import new_incarnation, process_name
+from kvbus_schemas import EngineCard, Role, decode, subjects
 
 READY_MAX_S = 300.0
 """How long all of it may take to be ready. A busy two-core machine needs 60 s for two engines."""

@@ -12,7 +12,7 @@ from kvbus.matcher.core import MatcherCore
 from kvbus.matcher.lease import Lease
 from kvbus.matcher.partition import Partition
 from kvbus.matcher.past import heard_before
-from kvbus.matcher.presence import Cards
+from kvbus.presence import Cards
 from kvbus.matcher.settings import MatcherSettings
 from kvbus_schemas import (
     AnyMessage,
@@ -31,6 +31,8 @@ from kvbus_schemas import (
 )
 
 MATCHER = "matcher"
+OWN_MATCHER = "matcher"
+"""Capability on the card of an engine that needs no matcher process."""
 TICK_S = 0.25
 UNSENT_MAX = 10_000
 """Posts that are kept while this matcher may not publish, the newest; consumers that miss one ask again."""
@@ -59,6 +61,8 @@ class MatcherService:
         self._partition = Partition.parse(settings.partition)
         self._lease = lease
         self._cards = Cards()
+        self._self_matching: set[str] = set()
+        """Producers that pair their own transfers (setting `matcher = engine`)."""
         self._seq = 0
         self._caught_up = False
         self._publishing = False
@@ -99,13 +103,15 @@ class MatcherService:
         """Only a producer itself can say that its blocks are unavailable: matchers hear their own answers too."""
         if isinstance(message, BlocksUnavailable) and message.source != message.producer_id:
             return False
-        return self._partition.owns(message)
+        return self._partition.owns(message) and getattr(message, "producer_id", "") not in self._self_matching
 
     async def _on_card(self, key: str, value: bytes | None) -> None:
         with contextlib.suppress(UndecodableError):
             card = decode(value) if value is not None else None
             if isinstance(card, EngineCard):
                 self._cards.seen(card)
+                mark = self._self_matching.add if OWN_MATCHER in card.capabilities else self._self_matching.discard
+                mark(card.engine_id)
                 await self._give(self.core.engine_seen(card, monotonic()))
             elif value is None:
                 self._cards.vanished(key, monotonic())
