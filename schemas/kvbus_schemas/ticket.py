@@ -11,6 +11,7 @@ Mode = Literal["early", "deferred", "pull", "local"]
 TicketRole = Literal["produce", "consume"]
 
 MAX_DEADLINE_S = 3600.0
+TRANSFER_ID_DIGITS = 32
 
 
 class TicketError(ValueError):
@@ -84,8 +85,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def _check_hex(name: str, value: str) -> None:
-    if len(value) != 32 or not set(value) <= set("0123456789abcdef"):
-        raise TicketError(f"ticket field {name} must be 32 lower-case hexadecimal digits")
+    if len(value) != TRANSFER_ID_DIGITS or not set(value) <= set("0123456789abcdef"):
+        raise TicketError(f"ticket field {name} must be {TRANSFER_ID_DIGITS} lower-case hexadecimal digits")
 
 
 def ticket_from_params(params: Any) -> Ticket | None:

@@ -10,7 +10,7 @@ def register(app: typer.Typer) -> None:
     app.command(name="router")(router)
 
 
-def router(  # noqa: PLR0917  (typer names them)
+def router(
     nats: Annotated[str | None, typer.Option(help="NATS URL [KVBUS_NATS]")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on [127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="port to listen on; 0 takes a free one [8000]")] = None,
@@ -24,12 +24,12 @@ def router(  # noqa: PLR0917  (typer names them)
 ) -> None:
     """Serve OpenAI's API and send each request to the engines on the bus. Every setting of the README's list can also
     be given as KVBUS_ROUTER_<NAME> or in the file named by KVBUS_CONFIG."""
-    from kvbus import process, settings  # noqa: PLC0415  (heavy, and needs the extra `router`)
-    from kvbus.errors import ConfigError  # noqa: PLC0415
+    from kvbus import process, settings
+    from kvbus.errors import ConfigError
 
     try:
-        from kvbus.router import running  # noqa: PLC0415
-        from kvbus.router.settings import RouterSettings  # noqa: PLC0415
+        from kvbus.router import running
+        from kvbus.router.settings import RouterSettings
     except ImportError as error:
         raise ConfigError(f"the router needs {error.name}: pip install 'kvbus[router]'") from error
 

@@ -128,7 +128,7 @@ class ConsumerCore:
         waiting = self.open.get(transfer_id)
         return waiting.request_id if waiting else None
 
-    def receive(self, message: Message, now_s: float) -> Steps:
+    def receive(self, message: Message, now_s: float) -> Steps:  # noqa: PLR0911  (one for each kind)
         """Take a message; unknown transfers and repeats change nothing."""
         waiting = self.open.get(message.key)
         if waiting is None:
@@ -145,7 +145,8 @@ class ConsumerCore:
             case PushQuiesced():
                 return self._quiesced(waiting, message.rank, message.ranks)
             case _:
-                return Steps()
+                pass
+        return Steps()
 
     def aborted(self, request_id: str, now_s: float) -> Steps:
         """The engine's request has ended while it waited. Its blocks come back when the producer is quiet."""

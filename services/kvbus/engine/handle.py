@@ -5,6 +5,7 @@ that schedules nothing, a hook may instead sleep on the condition of the engine'
 or an abort notifies anyway, and which we notify when the bus has something.
 """
 
+import os
 import queue
 import sys
 import threading
@@ -64,8 +65,6 @@ def _engine_core() -> Any:
 
 def unpin_threads() -> None:
     """Let every thread of this process run on every core: vLLM pins a CPU worker's main thread to the last one."""
-    import os
-
     cores = range(os.cpu_count() or 1)
     for thread in threading.enumerate():
         if thread.native_id is not None:

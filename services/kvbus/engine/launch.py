@@ -106,9 +106,7 @@ def platform_problem() -> str:
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
-        return (
-            "vLLM is not installed in this environment: run `make setup`, or `pip install vllm nixl` on a GPU machine"
-        )
+        return "vLLM is not installed in this environment: run `make setup`, or on a GPU `pip install vllm nixl`"
     return ""
 
 

@@ -139,8 +139,7 @@ class Link:
                 tasks.append(asyncio.create_task(self._forever(self._keep_card)))
             if self._handlers.load is not None:
                 tasks.append(asyncio.create_task(self._forever(self._report_load)))
-            while not self.state.stopping.is_set():
-                await asyncio.sleep(0.1)
+            await asyncio.to_thread(self.state.stopping.wait)
             await self._withdraw(bus)
         finally:
             for task in tasks:

@@ -112,7 +112,7 @@ def _write_tokenizer(directory: Path) -> None:
     symbols = specials + sorted(pre_tokenizers.ByteLevel.alphabet())
     symbols += [f"<x{number}>" for number in range(len(symbols), VOCABULARY)]
     vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=specials[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(specials)

@@ -11,6 +11,10 @@ FENCE_S = WRITE_MAX_S + 1.0
 """How long after a card is gone its engine's last WRITE may still land (with a margin for clock drift)."""
 
 
+GONE_MAX = 1024
+"""Incarnations whose end is remembered; the oldest is forgotten first."""
+
+
 class Peers:
     """Engines by (engine_id, incarnation); the newest incarnation of an engine_id is its live one."""
 
@@ -36,7 +40,7 @@ class Peers:
         card = self._live.pop(engine_id, None)
         if card is not None:
             self._gone.setdefault((engine_id, card.incarnation), now_s)
-            while len(self._gone) > 1024:
+            while len(self._gone) > GONE_MAX:
                 del self._gone[next(iter(self._gone))]
         return card
 

@@ -1,6 +1,7 @@
 """One child process: its command, its log file, its end. Dies with the process that started it."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -31,7 +32,7 @@ class Child:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=dict(os.environ if environ is None else environ),
-                preexec_fn=_die_with_parent,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509  (nothing here holds a lock)
                 start_new_session=True,
             )
 
@@ -69,10 +70,8 @@ class Child:
     async def stop(self, timeout_s: float = STOP_S) -> None:
         """SIGTERM, wait, then kill what is left of its session."""
         self.send(signal.SIGTERM)
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.to_thread(self._process.wait), timeout_s)
-        except TimeoutError:
-            pass
         self._kill_session()
         await asyncio.to_thread(self._process.wait)
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Literal
 
@@ -264,7 +265,7 @@ async def start_fleet(options: FleetOptions, say: Say = lambda _: None) -> Async
 async def _healthy(http: aiohttp.ClientSession, url: str) -> bool:
     try:
         async with http.get(url + "/health", timeout=aiohttp.ClientTimeout(total=2)) as response:
-            return response.status == 200
+            return response.status == HTTPStatus.OK
     except (aiohttp.ClientError, TimeoutError):
         return False
 
