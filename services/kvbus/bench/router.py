@@ -82,7 +82,7 @@ class World:
     def start(self, name: str, command: Sequence[str], headers: Sequence[str] = ()) -> Running:
         """An arm; `{port}` in its command becomes a free port. Raises CommandFailed."""
         port = http_load.free_port()
-        log = self._directory / f"{name.replace(' ', '-')}.log"
+        log = self._directory / f"{len(list(self._directory.iterdir()))}.log"
         environ = {"KVBUS_LOG_LEVEL": "info", "PYTHONUNBUFFERED": "1"}
         one = self._stack.enter_context(
             http_load.started([part.replace("{port}", str(port)) for part in command], log, environ)
@@ -161,13 +161,11 @@ async def measure(world: World, arms: Sequence[Running], plan: Plan) -> report.R
         for label, size in SIZES.items():
             for concurrency in CONCURRENCIES:
                 key = f"{label}_c{concurrency}"
-                base = await http_load.drive(
-                    world.decode, _request(size), concurrency=concurrency, requests=plan.requests
-                )
-                base_us = sum(base) / len(base) * 1e6
+                load = Load(key=key, size=size, concurrency=concurrency, requests=plan.requests)
+                base_us = await _mean_us(world.decode, load, ())
                 samples["direct"].setdefault(f"mean_us_{key}", []).append([base_us])
                 for arm in arms:
-                    await _one(arm, samples[arm.name], key, _request(size, arm.headers), concurrency, plan, base_us)
+                    await _one(arm, samples[arm.name], load, base_us)
     return report.Report(
         bench="router",
         arms=[

@@ -59,7 +59,8 @@ class Answer:
         self.result.error = problem.message
         self._reply.keep_alive = False
         if self._exchange is not None and _is_event_stream(self._exchange):
-            self._reply.end(error_event(problem.status, problem.code, problem.message))
+            gap = b"" if self._reply.last.endswith(b"\n\n") else b"\n\n"  # what broke off may be half an event
+            self._reply.end(gap + error_event(problem.status, problem.code, problem.message))
         else:
             self._reply.break_off()
 

@@ -15,6 +15,18 @@ Kind = Literal["completions", "chat", "other"]
 
 PARAMS = "kv_transfer_params"
 
+PULL_PARAMS = msgspec.json.encode(
+    {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+)
+"""What vLLM's pull connector wants to see on a prefill leg (vllm-kv-transfer.md section 1.8)."""
+
 DROPPED_FOR_PREFILL = frozenset(
     (
         "stream_options",

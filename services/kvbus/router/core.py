@@ -13,6 +13,7 @@ that happens to them, publishes the verdict's posts, closes the legs that it nam
 | decode answered 4xx   | cancel, pass_on: the request is at fault        | (none)                      |
 | decode answered 5xx   | cancel, retry; the last attempt: pass_on        | (none)                      |
 | decode failed         | cancel, retry or give_up                        | cancel, break_off           |
+| no decode (deferred)  | cancel, stop                                    | (none)                      |
 | client left           | cancel, stop                                    | cancel, stop                |
 | deadline passed       | cancel, give_up                                 | cancel, break_off           |
 
@@ -38,7 +39,7 @@ MODES: tuple[Mode, ...] = ("early", "deferred", "pull", "local")
 
 _OK = 200
 _CLIENT_FAULT = 400
-_ENGINE_FAULT = 500
+ENGINE_FAULT = 500
 CLIENT_LEFT_STATUS = 499
 DEADLINE_STATUS = 504
 
@@ -67,6 +68,15 @@ class Verdict(msgspec.Struct, frozen=True):
 
 GO_ON = Verdict("go_on")
 PASS_ON = Verdict("pass_on")
+
+
+def deadline_problem() -> RouterProblem:
+    """What a client is told whose time is up."""
+    return EngineFailed(
+        "the request was not finished within the router's deadline_s: ask for less or raise it",
+        code="deadline_exceeded",
+        status=DEADLINE_STATUS,
+    )
 
 
 class Dispatch:
@@ -194,12 +204,12 @@ class Dispatch:
 
     def deadline_passed(self) -> Verdict:
         """The request's time is up."""
-        problem = EngineFailed(
-            "the request was not finished within the router's deadline_s: ask for less or raise it",
-            code="deadline_exceeded",
-            status=DEADLINE_STATUS,
-        )
-        return self._cancel("break_off" if self.streaming else "give_up", "deadline", problem=problem)
+        step: Step = "break_off" if self.streaming else "give_up"
+        return self._cancel(step, "deadline", problem=deadline_problem())
+
+    def undecided(self) -> Verdict:
+        """Mode deferred: prefill is done, and no decode can be chosen."""
+        return self._cancel("stop", "no_decode")
 
     def served(
         self,
@@ -232,7 +242,7 @@ class Dispatch:
 
     def _has_last_word(self, leg: Leg, status: int) -> bool:
         """The request is at fault, or no dispatch is left that could do better than the engine's own error."""
-        if _CLIENT_FAULT <= status < _ENGINE_FAULT:
+        if _CLIENT_FAULT <= status < ENGINE_FAULT:
             return leg == "decode" or self._prefill_first
         return leg == "decode" and self.attempt >= self.facts.attempts_max
 

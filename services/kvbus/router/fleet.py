@@ -1,6 +1,6 @@
 """The engines that a router knows: cards and loads in, candidates out. Pure; times are the caller's monotonic clock."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -55,13 +55,16 @@ class Fleet:
     def __init__(self) -> None:
         self.engines: dict[str, Engine] = {}
         self._grace_until_s = float("-inf")
+        self._alive: dict[tuple[Role, bool | None], list[Engine]] = {}
 
     def add_static(self, engine: Engine) -> None:
         """An engine from the command line; it stays."""
         self.engines[engine.engine_id] = engine
+        self._alive.clear()
 
     def card_seen(self, card: EngineCard) -> Engine | None:
         """Take a card. Returns the engine that it replaces if that one was of an earlier incarnation, hence dead."""
+        self._alive.clear()
         known = self.engines.get(card.engine_id)
         if known is not None and (known.static or known.incarnation == card.incarnation):
             known.draining = card.draining
@@ -86,7 +89,7 @@ class Fleet:
         if now_s < self._grace_until_s:
             engine.missing = True
         else:
-            del self.engines[engine_id]
+            self._forget(engine_id)
 
     def bus_returned(self, now_s: float) -> None:
         """NATS is reachable again; it may have forgotten every card."""
@@ -96,7 +99,11 @@ class Fleet:
         """Forget the engines that did not come back within the grace."""
         if now_s >= self._grace_until_s:
             for engine in [engine for engine in self.engines.values() if engine.missing]:
-                del self.engines[engine.engine_id]
+                self._forget(engine.engine_id)
+
+    def _forget(self, engine_id: str) -> None:
+        del self.engines[engine_id]
+        self._alive.clear()
 
     def load_seen(self, report: LoadReported, now_s: float) -> None:
         """Take a load report; one of an engine or an incarnation that is not known is ignored."""
@@ -126,12 +133,16 @@ class Fleet:
             engine.rests_until_s = now_s + REST_S
 
     def alive(self, role: Role, *, static: bool | None = None) -> list[Engine]:
-        """The engines of a role that take requests; `static` restricts to those from the command line or the bus."""
-        return [
-            engine
-            for engine in self.engines.values()
-            if engine.role == role and not engine.draining and static in {None, engine.static}
-        ]
+        """The engines of a role that take requests; `static` restricts to those from the command line or the bus.
+        Not to be changed: the list is kept until a card changes."""
+        found = self._alive.get((role, static))
+        if found is None:
+            found = self._alive[role, static] = [
+                engine
+                for engine in self.engines.values()
+                if engine.role == role and not engine.draining and static in {None, engine.static}
+            ]
+        return found
 
     def models(self) -> set[str]:
         """The models of the engines on the bus."""
@@ -153,10 +164,11 @@ class Fleet:
         return [engine for engine in engines if engine.model in {model, ""}]
 
 
-def rested(engines: list[Engine], now_s: float, avoid: Iterable[str]) -> list[Engine]:
+def rested(engines: list[Engine], now_s: float, avoid: Collection[str]) -> list[Engine]:
     """Without those that failed lately, or that this request was sent to already, as long as others are left."""
-    avoided = set(avoid)
-    fresh = [engine for engine in engines if engine.engine_id not in avoided] or engines
+    fresh = engines
+    if avoid:
+        fresh = [engine for engine in engines if engine.engine_id not in avoid] or engines
     return [engine for engine in fresh if engine.rests_until_s <= now_s] or fresh
 
 

@@ -1,5 +1,6 @@
 """Who a request is: its id for people and traces, and its place in a W3C trace. Pure but for fresh ids."""
 
+import random
 import re
 import secrets
 
@@ -14,6 +15,14 @@ _OURS = frozenset(
 )
 """Headers that a leg gets from the router, if at all. Answers stay uncompressed: an error event must fit in."""
 _NOT_FROM_ENGINES = frozenset((b"x-request-id", b"x-kvbus-mode", b"x-kvbus-transfer", b"x-kvbus-reuse"))
+
+
+_ids = random.Random(secrets.randbits(256))  # noqa: S311  (ids must differ, not be secret; os.urandom is a system call)
+
+
+def fresh_id(digits: int = 32) -> str:
+    """So many random lower-case hexadecimal digits."""
+    return f"{_ids.getrandbits(4 * digits):0{digits}x}"
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -35,13 +44,13 @@ def identify(headers: Headers) -> Identity:
         elif name == b"traceparent":
             traceparent = value
     if not _REQUEST_ID.fullmatch(request_id):
-        request_id = secrets.token_hex(16).encode()
+        request_id = fresh_id().encode()
     leg_headers = end_to_end(headers, _OURS)
     leg_headers.append((b"x-request-id", request_id))
     trace_id = span_id = ""
     found = _TRACEPARENT.fullmatch(traceparent)
     if found:
-        trace_id, span_id = found[1].decode(), secrets.token_hex(8)
+        trace_id, span_id = found[1].decode(), fresh_id(16)
         leg_headers.append((b"traceparent", b"00-%b-%b-%b" % (found[1], span_id.encode(), found[2])))
     return Identity(request_id.decode(), trace_id, span_id, leg_headers)
 

@@ -38,6 +38,7 @@ class Metrics:
             multiprocess_mode="livesum",
         )  # fmt: skip
         self.count_request = self._request_counter()
+        self._reuse_child = cache(self._reuse.labels)
 
     def retried(self) -> None:
         """A request is dispatched once more."""
@@ -47,9 +48,9 @@ class Metrics:
         """A transfer was cancelled."""
         self._cancels.labels(reason).inc()
 
-    def reused(self, result: str) -> None:
-        """A look-up for reusable KV ended so."""
-        self._reuse.labels(result).inc()
+    def reused(self, header: str) -> None:
+        """A look-up for reusable KV ended as X-Kvbus-Reuse says: `hit ...` or `miss ...`."""
+        self._reuse_child(header.partition(" ")[0]).inc()
 
     def gauges(
         self, *, in_flight: int, waiting: int, connections: int, bus_connected: bool, engines: dict[str, int],

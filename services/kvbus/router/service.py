@@ -8,9 +8,10 @@ import structlog
 
 from kvbus.errors import ConfigError
 from kvbus.router import bodies, policies
+from kvbus.router.afterwards import Afterwards, Served
 from kvbus.router.bodies import Asked
 from kvbus.router.chooser import Chooser
-from kvbus.router.core import MODES
+from kvbus.router.core import CLIENT_LEFT_STATUS, MODES
 from kvbus.router.fleet import Engine, Fleet
 from kvbus.router.gate import Gate
 from kvbus.router.http import Origin, Reply, Request, Server, ServerLimits
@@ -47,11 +48,12 @@ class Router:
         )
         self.presence = Presence(settings, self.fleet, name=name, incarnation=incarnation, replaced=self._replaced)
         self.presence.cancelled = self.metrics.cancelled
+        self.afterwards = Afterwards(self.metrics, self.presence.post)
         self.server = Server(self._handle, _limits(settings), error_json)
         self.own = OwnPages(self)
         self._origins: dict[str, Origin] = {}
         self._lingering: set[asyncio.Task[None]] = set()
-        for number, pair in enumerate(settings.static, 1):
+        for number, pair in enumerate(settings.static_pairs, 1):
             for engine in static_engines(number, pair):
                 self.fleet.add_static(engine)
 
@@ -85,6 +87,7 @@ class Router:
         await self._leave()
 
     async def _leave(self) -> None:
+        await self.afterwards.close()
         for task in list(self._lingering):
             task.cancel()
         await asyncio.gather(*self._lingering, return_exceptions=True)
@@ -102,6 +105,10 @@ class Router:
     async def post(self, posts: Iterable[Post]) -> None:
         """Publish."""
         await self.presence.post(posts)
+
+    async def waiting_for_engine(self) -> None:
+        """There is time now."""
+        await self.afterwards.work()
 
     def origin(self, url: str) -> Origin:
         """The connections to an engine."""
@@ -174,8 +181,11 @@ class Router:
             serving.result.status = problem.status
             serving.result.error = problem.message
             self._refuse(reply, problem, identity.request_id.encode())
+        except asyncio.CancelledError:
+            serving.result.outcome, serving.result.status = "cancelled", CLIENT_LEFT_STATUS
+            raise
         finally:
-            await self._say(serving, asked, request)
+            self._say(serving, asked, request)
 
     def _refuse(self, reply: Reply, problem: RouterProblem, request_id: bytes) -> None:
         headers = [JSON]
@@ -185,38 +195,10 @@ class Router:
             headers.append((b"retry-after", b"%d" % problem.retry_after_s))
         reply.whole(problem.status, headers, error_json(problem.status, problem.code, problem.message))
 
-    async def _say(self, serving: Serving, asked: Asked, request: Request) -> None:
-        """The last word on the bus, in the metrics and in the log, after the client has been served."""
+    def _say(self, serving: Serving, asked: Asked, request: Request) -> None:
         result = serving.result
         result.duration_s = time.monotonic() - request.arrived_s
-        dispatch = serving.dispatch
-        mode = dispatch.mode if dispatch else "none"
-        self.metrics.count_request(mode, result.status, result.ttft_s, result.duration_s)
-        self.metrics.reused(result.reuse.partition(" ")[0])
-        if dispatch is not None:
-            last = dispatch.served(
-                result.outcome,
-                result.status,
-                ttft_ms=round(result.ttft_s * 1000.0, 3),
-                duration_ms=round(result.duration_s * 1000.0, 3),
-                error=result.error,
-            )
-            await self.presence.post(last)
-        log.info(
-            "request_served",
-            request_id=serving.identity.request_id,
-            transfer_id=dispatch.transfer_id if dispatch else "",
-            mode=mode,
-            status=result.status,
-            outcome=result.outcome,
-            ttft_ms=round(result.ttft_s * 1000.0, 1),
-            duration_ms=round(result.duration_s * 1000.0, 1),
-            attempt=dispatch.attempt if dispatch else 0,
-            prefill_id=dispatch.prefill.engine_id if dispatch and dispatch.prefill else "",
-            decode_id=dispatch.decode.engine_id if dispatch and dispatch.decode else "",
-            body_bytes=len(asked.body),
-            error=result.error,
-        )
+        self.afterwards.add(Served(serving.identity.request_id, len(asked.body), serving.dispatch, result))
 
 
 def _mode(request: Request) -> Mode | None:

@@ -1,7 +1,6 @@
 """One client's request, through as many dispatches as it takes: sends the legs, reports facts to the core, obeys."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import Iterable
 from typing import Protocol
@@ -12,23 +11,13 @@ from kvbus.router import bodies
 from kvbus.router.answer import Answer
 from kvbus.router.bodies import Asked
 from kvbus.router.chooser import Chooser, Chosen, Situation
-from kvbus.router.core import CLIENT_LEFT_STATUS, Dispatch, Facts, Leg, Verdict
+from kvbus.router.core import DETAIL_CHARS_MAX, ENGINE_FAULT, Dispatch, Facts, Leg, Verdict, deadline_problem
 from kvbus.router.http import Exchange, LegError, Origin, Reply, Request, request_head
-from kvbus.router.identity import Identity
+from kvbus.router.identity import Identity, fresh_id
+from kvbus.router.problems import RouterProblem
 from kvbus.router.settings import RouterSettings
 from kvbus_schemas import Mode, Post
 
-PULL_PARAMS = msgspec.json.encode(
-    {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
-)
-"""What vLLM's pull connector wants to see on a prefill leg (vllm-kv-transfer.md section 1.8)."""
 ERROR_FIRST = b'data: {"error"'
 """How vLLM begins a stream that failed before its first token, with status 200."""
 
@@ -51,6 +40,8 @@ class Parts(Protocol):
     def linger(self, task: "asyncio.Task[None]") -> None: ...
 
     def retried(self) -> None: ...
+
+    async def waiting_for_engine(self) -> None: ...
 
 
 class Serving:
@@ -91,13 +82,11 @@ class Serving:
                     self._parts.retried()
         except TimeoutError:
             if self.dispatch is None:
-                raise
+                raise deadline_problem() from None
             await self._obey(self.dispatch, self.dispatch.deadline_passed())
         except asyncio.CancelledError:
             if self._answer.complete:
                 return
-            self.result.outcome = "cancelled"
-            self.result.status = CLIENT_LEFT_STATUS
             if self.dispatch is not None:
                 await self._obey(self.dispatch, self.dispatch.client_left())
             raise
@@ -121,7 +110,7 @@ class Serving:
         dispatch = Dispatch(
             self._facts,
             chosen.choice,
-            transfer_id=secrets.token_hex(16),
+            transfer_id=fresh_id(),
             attempt=attempt,
             deadline_s=self._transfer_deadline_s(),
             prefill=chosen.prefill,
@@ -160,7 +149,7 @@ class Serving:
     async def _prefill_first(self, dispatch: Dispatch) -> bool:
         """Modes deferred and pull: prefill, then decode with what prefill left."""
         pull = dispatch.mode == "pull"
-        to_prefill = bodies.prefill_body(self._asked, PULL_PARAMS if pull else _params(dispatch, "prefill"))
+        to_prefill = bodies.prefill_body(self._asked, bodies.PULL_PARAMS if pull else _params(dispatch, "prefill"))
         verdict, answer = await self._prefill_leg(dispatch, to_prefill)
         await self._obey(dispatch, verdict)
         if verdict.step == "retry":
@@ -176,9 +165,13 @@ class Serving:
     async def _decode_chosen(self, dispatch: Dispatch) -> bytes:
         assert dispatch.prefill is not None
         started_ns = time.perf_counter_ns()
-        chosen: Chosen = self._parts.chooser.choose_decode(
-            self._asked, self.identity.request_id, dispatch.prefill, self._situation(dispatch.attempt)
-        )
+        try:
+            chosen: Chosen = self._parts.chooser.choose_decode(
+                self._asked, self.identity.request_id, dispatch.prefill, self._situation(dispatch.attempt)
+            )
+        except RouterProblem:
+            await self._obey(dispatch, dispatch.undecided())
+            raise
         assert chosen.decode is not None
         dispatch.decode_chosen(chosen.choice, chosen.decode, self._transfer_deadline_s())
         await self._parts.post((dispatch.decided((time.perf_counter_ns() - started_ns) // 1000),))
@@ -193,11 +186,14 @@ class Serving:
             exchange = await self._send(dispatch, "prefill", body)
             answer = await exchange.whole(self._parts.settings.prefill_answer_bytes_max)
             verdict = dispatch.answered("prefill", exchange.status)
+            failed = exchange.status >= ENGINE_FAULT
         except LegError as error:
             verdict = dispatch.failed("prefill", str(error))
-            self._engine_failed(dispatch.prefill.engine_id)
+            failed = True
         finally:
             self._over(dispatch, "prefill")
+        if failed:
+            self._engine_failed(dispatch.prefill.engine_id)
         return verdict, answer
 
     async def _decode_leg(self, dispatch: Dispatch, body: bytes) -> bool:
@@ -231,8 +227,9 @@ class Serving:
             self._engine_failed(dispatch.decode.engine_id)
             return dispatch.failed("decode", str(error))
         if first.startswith(ERROR_FIRST) and dispatch.attempt < self._facts.attempts_max:
-            return dispatch.failed("decode", first[:200].decode(errors="replace"))
-        verdict = dispatch.answered("decode", exchange.status)
+            verdict = dispatch.failed("decode", first[:DETAIL_CHARS_MAX].decode(errors="replace"))
+        else:
+            verdict = dispatch.answered("decode", exchange.status)
         if verdict.step == "retry":
             self._engine_failed(dispatch.decode.engine_id)
         return verdict
@@ -249,6 +246,8 @@ class Serving:
         self._parts.chooser.fleet.sent(engine.engine_id)
         exchange = await origin.send(head + body, head_only=method == b"HEAD")
         self._exchanges[leg] = exchange
+        if leg == "decode":
+            await self._parts.waiting_for_engine()
         return exchange
 
     def _over(self, dispatch: Dispatch, leg: Leg) -> None:
@@ -273,7 +272,6 @@ class Serving:
         if verdict.posts:
             await self._parts.post(verdict.posts)
         if verdict.step == "retry":
-            self._tried |= {e.engine_id for e in (dispatch.decode,) if e is not None}
             await self._parts.post(dispatch.served("retried", 0, error=str(verdict.problem)))
         elif verdict.step == "give_up":
             assert verdict.problem is not None

@@ -12,8 +12,8 @@ class RouterSettings(BusSettings, frozen=True, forbid_unknown_fields=True):
     """Processes that share the port."""
     policy: str = "least_loaded"
     """An entry point of the group `kvbus.policies`, or `module:Class`."""
-    static: tuple[str, ...] = ()
-    """Stock vLLM engines with the pull connector, each `prefill=URL,decode=URL`."""
+    static: tuple[str, ...] | str = ()
+    """Stock vLLM engines with the pull connector, each `prefill=URL,decode=URL`; in one string, with blanks between."""
     attempts_max: int = 3
     """Dispatches of one request, the first included."""
     deadline_s: float = 600.0
@@ -39,3 +39,8 @@ class RouterSettings(BusSettings, frozen=True, forbid_unknown_fields=True):
     read_timeout_s: float = 30.0
     drain_s: float = 30.0
     """After SIGTERM, running answers have so long to finish."""
+
+    @property
+    def static_pairs(self) -> tuple[str, ...]:
+        """`static`, whichever way it was given."""
+        return tuple(self.static.split()) if isinstance(self.static, str) else self.static

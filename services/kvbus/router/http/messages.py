@@ -61,7 +61,7 @@ class Wire(Protocol):
 class Reply:
     """The answer to one request: `start`, any number of `write`, `end`. The head leaves with the first bytes."""
 
-    __slots__ = ("_chunked", "_head", "_no_body", "_wire", "ended", "keep_alive", "started", "status")
+    __slots__ = ("_chunked", "_head", "_no_body", "_wire", "ended", "keep_alive", "last", "started", "status")
 
     def __init__(self, wire: Wire, request: Request) -> None:
         self._wire = wire
@@ -72,6 +72,8 @@ class Reply:
         self.started = False
         self.ended = False
         self.status = 0
+        self.last = b""
+        """The bytes that were written last."""
 
     def start(self, status: int, headers: Headers, length: int | None) -> None:
         """Begin; `length` is the body's in bytes, None for a stream of unknown length."""
@@ -94,6 +96,7 @@ class Reply:
         """Some of the body."""
         if not data or self._no_body:
             return
+        self.last = data
         head, self._head = self._head, b""
         self._wire.send(b"%b%x\r\n%b\r\n" % (head, len(data), data) if self._chunked else head + data)
 
