@@ -255,13 +255,17 @@ class RankSide:
         return self.link.presence_fresh(PRESENCE_LEASE_S - PRESENCE_MARGIN_S)
 
     def _when_quiet(self, transfer_ids: list[str], quiet: threading.Event) -> None:
-        pending = self.writing.in_flight_of(transfer_ids) & self._open.keys()
+        pending = self._reading(transfer_ids)
         deadline_s = time.monotonic() + WRITE_MAX_S
         while pending and time.monotonic() < deadline_s:
             self._poll_writes()
             pending &= self._open.keys()
             time.sleep(POLL_WRITES_S)
         quiet.set()
+
+    def _reading(self, transfer_ids: list[str]) -> set[str]:
+        """The WRITEs that read the source blocks that these transfers lose now."""
+        return self.writing.in_flight_of(transfer_ids) & self._open.keys()
 
     def _meet(self, card: EngineCard) -> Moves | None:
         before = self._cards.get(card.engine_id)

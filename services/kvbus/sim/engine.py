@@ -1,0 +1,275 @@
+"""One incarnation of a vLLM engine: a scheduler's process, a process per rank, their memory, and the engine loop.
+
+A step: take what came in, schedule, build the ranks' orders; each rank waits for WRITEs that read preempted blocks,
+computes, takes its orders and reports; the scheduler takes the reports of all ranks. An engine without requests does
+not step. One that only waits is woken by a message, by news of a rank, or when something is due.
+"""
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from kvbus.engine.consumer import State
+from kvbus.engine.handle import EngineHandle
+from kvbus.engine.identity import Identity
+from kvbus.engine.landing import LandingCore
+from kvbus.engine.scheduler import SchedulerSide
+from kvbus.engine.settings import EngineSettings
+from kvbus.engine.writing import WritingCore
+from kvbus.sim.bus import Bus, Station
+from kvbus.sim.loop import Loop, Output, Request
+from kvbus.sim.memory import Memory, shards_of
+from kvbus.sim.plane import Fabric, SimPlane
+from kvbus.sim.presence import Feed, Presence, Watcher
+from kvbus.sim.rank import SimLink, SimRank
+from kvbus.sim.weather import Weather
+from kvbus.sim.world import Process, World
+from kvbus_schemas import EngineCard
+
+STEP_MIN_S, STEP_MAX_S = 0.002, 0.03
+"""How long a forward pass takes."""
+WAIT_MAX_S = 0.05
+"""How long a waiting engine sleeps before it looks at its ranks' reports."""
+DUE_MAX_S = 2.0
+
+
+class Ground:
+    """What all engines of a run stand on."""
+
+    def __init__(self, world: World, weather: Weather, settings: EngineSettings) -> None:
+        self.world, self.weather, self.settings = world, weather, settings
+        self.bus = Bus(world, weather)
+        self.presence = Presence(world, weather)
+        self.fabric = Fabric(world, weather)
+
+
+class SimHandle(EngineHandle):
+    """A hold on the simulated loop: a wait ends at once, and a notice wakes the loop."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:  # there is no engine core around it
+        self._wake_loop = wake
+
+    @property
+    def scheduler(self) -> Any:
+        return None
+
+    def wait(self, seconds: float, ready: Callable[[], bool]) -> None:
+        return
+
+    def notify(self) -> None:
+        self._wake_loop()
+
+
+class SimEngine:
+    """`number` counts the incarnations of this engine_id."""
+
+    def __init__(self, ground: Ground, shape: Identity, *, budget: int) -> None:
+        self.ground, self.identity = ground, shape
+        world, weather = ground.world, ground.weather
+        self.world, self.name = world, f"{shape.engine_id}.{shape.incarnation}"
+        self.tp_size = shape.tp_size
+        self.memory = Memory(world, self.name, shape.num_blocks, shape.block_size)
+        self.process = world.process(self.name, weather.drift)
+        self.processes: list[Process] = []
+        self.ranks: list[SimRank] = []
+        self.watchers: list[Watcher] = []
+        self.legs: dict[str, Any] = {}
+        self.inbox: list[Callable[[], None]] = []
+        self._wake_at_s: float | None = None
+        self._turn = 0
+        self._busy = self._news = False
+        self._results: list[tuple[set[str], set[str], set[str]]] = []
+        self._counts: dict[tuple[str, str], int] = {}
+        self._failed: set[str] = set()
+        self.station = Station(self.process, shape.engine_id, shape.incarnation, lambda message: self.side.hear(message))
+        feed = Feed(world, self.station, lambda card: self.side.seen(card), lambda gone: self.side.engine_gone(gone))
+        watcher = Watcher(self.station, feed.changed, own_id=shape.engine_id)
+        link = SimLink(ground.bus, self.station, ground.presence, watcher)
+        self.side = SchedulerSide(shape, ground.settings, link, SimHandle(lambda: self.nudge(0.001)))
+        self.loop = Loop(world, self.name, self.memory, self.side, budget)
+        self.watchers.append(watcher)
+        stations = [self.station, *(self._add_rank(rank) for rank in range(shape.tp_size))]
+        ground.bus.engines[shape.engine_id] = stations
+        self.stations = stations
+        ground.fabric.ends[(shape.engine_id, shape.incarnation)] = self
+        ground.presence.announce(self._card(), self.station)
+        for each in self.watchers:
+            ground.presence.watch(each)
+
+    def _add_rank(self, number: int) -> Station:
+        ground, me = self.ground, self.identity
+        process = self.world.process(f"{self.name}-r{number}", ground.weather.drift)
+        plane = SimPlane(ground.fabric, self.memory, process, number, me.tp_size, lambda: rank.turn())
+        writing = WritingCore(
+            me.engine_id, number, me.tp_size, me.block_size, 1, progressive=ground.settings.progressive
+        )
+        station = Station(process, f"{me.engine_id}-r{number}", me.incarnation, lambda message: rank.heard(message))
+        feed = Feed(self.world, station, lambda card: rank.card_seen(card), lambda gone: rank.card_gone(gone))
+        watcher = Watcher(station, feed.changed, own_id=me.engine_id)
+        link = SimLink(ground.bus, station, ground.presence, watcher)
+        landing = LandingCore(number, me.tp_size)
+        rank = SimRank(self.world, process, plane, writing, landing, link, self._rank_news)
+        self.processes.append(process)
+        self.ranks.append(rank)
+        self.watchers.append(watcher)
+        return station
+
+    # The network and the card watch.
+
+    def note(self, rank: int, note: bytes) -> None:
+        """A landing note has arrived at a rank's NIC."""
+        self.ranks[rank].sim_plane.arrived.append(note)
+        self.world.after(0.002 * self.world.rng.random(), self.ranks[rank].process, self.ranks[rank].turn)
+
+    def _rank_news(self) -> None:
+        self.world.after(WAIT_MAX_S * self.world.rng.random(), self.process, self.nudge, 0.0)
+
+    # HTTP.
+
+    def submit(self, request: Request) -> None:
+        """A request has come in over HTTP."""
+        self.legs[request.request_id] = request.leg
+        self.inbox.append(lambda: self.loop.add(request))
+        self.nudge(0.0005)
+
+    def abort(self, request_id: str) -> None:
+        """Its HTTP connection was closed."""
+        self.legs.pop(request_id, None)
+        self.inbox.append(lambda: self.loop.abort(request_id))
+        self.nudge(0.0005)
+
+    def crash(self) -> None:
+        """kill -9 of everything."""
+        for process in (self.process, *self.processes):
+            process.alive = False
+        self.ground.fabric.crashed(self.memory)
+        self.ground.presence.refresh(self.identity.engine_id)
+
+    # The engine loop.
+
+    def nudge(self, delay_s: float) -> None:
+        """Step soon; a step that is under way looks again when it ends."""
+        if self._busy:
+            self._news = True
+            return
+        at_s = self.world.now + delay_s
+        if self._wake_at_s is None or at_s < self._wake_at_s:
+            self._wake_at_s = at_s
+            self._turn += 1
+            self.world.after(delay_s, self.process, self._step, self._turn)
+
+    def _step(self, turn: int) -> None:
+        if turn != self._turn or self._busy:
+            return
+        self._wake_at_s, self._news = None, False
+        try:
+            inbox, self.inbox = self.inbox, []
+            for work in inbox:
+                work()
+            if not self.loop.requests:
+                return
+            output = self.loop.schedule()
+            orders = self.side.build(output)
+            self.loop.scheduled(output)
+        except Exception:
+            self._dies()
+            return
+        self._busy = True
+        self._results = []
+        duration_s = 0.0005
+        if output.total_num_scheduled_tokens:
+            duration_s = self.world.rng.uniform(STEP_MIN_S, STEP_MAX_S)
+        if not orders.preempted:
+            self._forward(output, orders, duration_s)
+            return
+        left = len(self.ranks)
+
+        def ready() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self._forward(output, orders, duration_s)
+
+        for rank in self.ranks:
+            self.world.after(0.0002, rank.process, rank.begin, orders, ready)
+
+    def _forward(self, output: Output, orders: Any, duration_s: float) -> None:
+        if self.memory.lent:
+            self.memory.forward_begins()
+        for number, rank in enumerate(self.ranks):
+            self.world.after(duration_s, rank.process, self._computed, number, output, orders)
+
+    def _computed(self, number: int, output: Output, orders: Any) -> None:
+        """In the rank's process: the forward pass has ended."""
+        shards = shards_of(number, self.tp_size)
+        for request, start, count in output.scheduled:
+            self.memory.compute(request, shards, start, start + count)
+        rank = self.ranks[number]
+        rank.step(orders, None)
+        self.world.after(0.001 * self.world.rng.random(), rank.process, rank.turn)
+        self.world.after(0.0003, self.process, self._reported, output, orders, rank.results(orders))
+
+    def _reported(self, output: Output, orders: Any, result: tuple[set[str], set[str], set[str]]) -> None:
+        self._results.append(result)
+        if len(self._results) < self.tp_size:
+            return
+        sent, received, failed = self._aggregate()
+        try:
+            sampled = self.loop.update(output, received, failed, sent)
+        except Exception:
+            self._dies()
+            return
+        self._busy = False
+        for request in sampled:
+            leg = self.legs.get(request.request_id)
+            if leg is not None:
+                leg.sampled(request)
+        if output.total_num_scheduled_tokens or orders or sent or received or self._news or self.inbox:
+            self.nudge(0.0003)
+        elif self.loop.requests:
+            self.nudge(self._due_s())
+
+    def _aggregate(self) -> tuple[set[str], set[str], set[str]]:
+        """As `KVOutputAggregator`: a request is named when every rank has named it."""
+        found: tuple[set[str], set[str], set[str]] = (set(), set(), set())
+        for result in self._results:
+            for kind in (0, 1):
+                for request_id in result[kind]:
+                    count = self._counts.get((str(kind), request_id), 0) + 1
+                    self._counts[(str(kind), request_id)] = count
+                    if count == self.tp_size:
+                        del self._counts[(str(kind), request_id)]
+                        found[kind].add(request_id)
+            self._failed |= result[2]
+        found[2].update(self._failed & found[1])
+        self._failed -= found[2]
+        return found
+
+    def _due_s(self) -> float:
+        """When a tick of the cores has something to do."""
+        side, process = self.side, self.process
+        due = [waiting.again_s for waiting in side.consumer.open.values()]
+        due += [w.deadline_s for w in side.consumer.open.values() if w.state is State.WAITING]
+        due += [production.deadline_s for production in side.producer.open.values() if not production.released]
+        if not due:
+            return DUE_MAX_S
+        now_s = process.offset_s + self.world.now * process.rate
+        return min(max(min(due) - now_s, 0.0) + 0.3 * self.world.rng.random(), DUE_MAX_S) + 0.001
+
+    def _dies(self) -> None:
+        text = traceback.format_exc(limit=-3)
+        self.world.violate("4", "", f"{self.name}: the engine loop died: {text}")
+
+    def _card(self) -> EngineCard:
+        me = self.identity
+        return EngineCard(
+            source=me.engine_id,
+            incarnation=me.incarnation,
+            engine_id=me.engine_id,
+            role=me.role,
+            model=me.model,
+            http_url="http://sim",
+            block_size=me.block_size,
+            num_blocks=me.num_blocks,
+            tp_size=me.tp_size,
+        )
