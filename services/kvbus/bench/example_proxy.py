@@ -22,9 +22,9 @@ PULL = {
 
 def make_app(prefills: list[str], decodes: list[str]) -> Any:
     """The proxy as an ASGI application."""
-    import httpx  # noqa: PLC0415
-    from fastapi import FastAPI, Request  # noqa: PLC0415
-    from fastapi.responses import StreamingResponse  # noqa: PLC0415
+    import httpx
+    from fastapi import FastAPI, Request
+    from fastapi.responses import StreamingResponse
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 
@@ -67,7 +67,7 @@ def make_app(prefills: list[str], decodes: list[str]) -> Any:
 
 def main() -> None:
     """The command line."""
-    import uvicorn  # noqa: PLC0415
+    import uvicorn
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)

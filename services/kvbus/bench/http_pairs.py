@@ -25,7 +25,7 @@ DROPPED = ("host", "content-length", "transfer-encoding", "connection")
 
 def serve_aiohttp(upstream: str, port: int) -> None:
     """aiohttp on both sides, without its router and middlewares."""
-    from aiohttp import ClientSession, TCPConnector, web  # noqa: PLC0415
+    from aiohttp import ClientSession, TCPConnector, web
 
     async def main() -> None:
         session = ClientSession(connector=TCPConnector(limit=0), auto_decompress=False)
@@ -53,9 +53,9 @@ def _kept(headers: Any) -> dict[str, str]:
 
 def serve_starlette_aiohttp(upstream: str, port: int) -> None:
     """starlette on uvicorn (httptools), aiohttp's client."""
-    from aiohttp import ClientSession, TCPConnector  # noqa: PLC0415
-    from starlette.requests import Request  # noqa: PLC0415
-    from starlette.responses import Response, StreamingResponse  # noqa: PLC0415
+    from aiohttp import ClientSession, TCPConnector
+    from starlette.requests import Request
+    from starlette.responses import Response, StreamingResponse
 
     sessions: list[ClientSession] = []
 
@@ -77,9 +77,9 @@ def serve_starlette_aiohttp(upstream: str, port: int) -> None:
 
 def serve_starlette_httpx(upstream: str, port: int) -> None:
     """starlette on uvicorn (httptools), httpx's client: what vLLM's example proxies use."""
-    import httpx  # noqa: PLC0415
-    from starlette.requests import Request  # noqa: PLC0415
-    from starlette.responses import Response, StreamingResponse  # noqa: PLC0415
+    import httpx
+    from starlette.requests import Request
+    from starlette.responses import Response, StreamingResponse
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     client = httpx.AsyncClient(timeout=60.0, limits=limits)
@@ -100,9 +100,9 @@ def serve_starlette_httpx(upstream: str, port: int) -> None:
 
 
 def _uvicorn(forward: Any, port: int) -> None:
-    import uvicorn  # noqa: PLC0415
-    from starlette.applications import Starlette  # noqa: PLC0415
-    from starlette.routing import Route  # noqa: PLC0415
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.routing import Route
 
     app = Starlette(routes=[Route(PATH, forward, methods=["POST"])])
     uvicorn.run(app, port=port, loop="uvloop", http="httptools", log_level="error", access_log=False)
@@ -110,7 +110,7 @@ def _uvicorn(forward: Any, port: int) -> None:
 
 def serve_kvbus(upstream: str, port: int) -> None:
     """kvbus.router.http: asyncio protocols over httptools on both sides."""
-    from kvbus.router.http import (  # noqa: PLC0415
+    from kvbus.router.http import (
         Origin,
         Reply,
         Request,

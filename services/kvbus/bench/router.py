@@ -3,11 +3,12 @@
 Arms of one engine: kvbus in mode local, and the Rust routers vllm-router and sglang-router from PyPI. Arms that send a
 prefill and a decode leg: kvbus in mode early (with its messages on a real NATS), vllm-router with
 --vllm-pd-disaggregation, sglang-router with --pd-disaggregation, and the logic of vLLM's example proxy. All take turns
-within a round; added latency is the mean less the mean of asking the engine directly in the same round.
+within a round; added latency is the mean (or median) less that of asking the engine directly right before.
 """
 
 import contextlib
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -153,47 +154,56 @@ def _request(size: int, headers: Sequence[str] = ()) -> bytes:
     return http_load.request_bytes(PATH, frame % (b"x" * (size - len(frame) + 2)), headers)
 
 
+Samples = dict[str, list[list[float]]]
+
+
 async def measure(world: World, arms: Sequence[Running], plan: Plan) -> report.Report:
-    """All arms, sizes and concurrencies in turn, `rounds` times."""
-    samples: dict[str, dict[str, list[list[float]]]] = {arm.name: {} for arm in arms}
-    samples["direct"] = {}
+    """All arms, sizes and concurrencies in turn, `rounds` times; the direct way right before each."""
+    samples: dict[str, Samples] = {name: {} for name in ("direct", *(arm.name for arm in arms))}
+    loads = [
+        Load(key=f"{label}_c{concurrency}", size=size, concurrency=concurrency, requests=plan.requests)
+        for label, size in SIZES.items()
+        for concurrency in CONCURRENCIES
+    ]
     for _ in range(plan.rounds):
-        for label, size in SIZES.items():
-            for concurrency in CONCURRENCIES:
-                key = f"{label}_c{concurrency}"
-                load = Load(key=key, size=size, concurrency=concurrency, requests=plan.requests)
-                base_us = await _mean_us(world.decode, load, ())
-                samples["direct"].setdefault(f"mean_us_{key}", []).append([base_us])
-                for arm in arms:
-                    await _one(arm, samples[arm.name], load, base_us)
+        for load in loads:
+            for arm in arms:
+                await _one(world.decode, arm, load, samples)
+    found = [
+        report.Arm(name, {metric: report.metric(rounds) for metric, rounds in metrics.items()})
+        for name, metrics in samples.items()
+    ]
+    missing = [report.Arm(name, {}, note) for name, note in world.notes.items()]
     return report.Report(
-        bench="router",
-        arms=[
-            report.Arm(name, {metric: report.metric(rounds) for metric, rounds in found.items()})
-            for name, found in samples.items()
-        ]
-        + [report.Arm(name, {}, note) for name, note in world.notes.items()],
-        conditions=msgspec.to_builtins(plan) | {"cpus": os.cpu_count()},
+        bench="router", arms=found + missing, conditions=msgspec.to_builtins(plan) | {"cpus": os.cpu_count()}
     )
 
 
-async def _one(arm: Running, found: dict[str, list[list[float]]], load: Load, base_us: float) -> None:
+async def _one(direct: str, arm: Running, load: Load, samples: dict[str, Samples]) -> None:
+    base_us = await _latencies_us(direct, load, ())
     before_s = http_load.cpu_seconds(arm.pid)
-    mean_us = await _mean_us(arm.url, load, arm.headers)
+    taken_us = await _latencies_us(arm.url, load, arm.headers)
     cpu_ms = (http_load.cpu_seconds(arm.pid) - before_s) * 1e6 / load.requests
-    found.setdefault(f"added_us_{load.key}", []).append([mean_us - base_us])
-    found.setdefault(f"cpu_ms_per_1000_{load.key}", []).append([cpu_ms])
+    _keep(samples["direct"], f"mean_us_{load.key}", statistics.fmean(base_us))
+    found = samples[arm.name]
+    _keep(found, f"added_us_{load.key}", statistics.fmean(taken_us) - statistics.fmean(base_us))
+    _keep(found, f"added_median_us_{load.key}", statistics.median(taken_us) - statistics.median(base_us))
+    _keep(found, f"cpu_ms_per_1000_{load.key}", cpu_ms)
 
 
-async def _mean_us(url: str, load: Load, headers: Sequence[str]) -> float:
+def _keep(found: Samples, name: str, value: float) -> None:
+    found.setdefault(name, []).append([value])
+
+
+async def _latencies_us(url: str, load: Load, headers: Sequence[str]) -> list[float]:
     request = _request(load.size, headers)
     latencies_s = await http_load.drive(url, request, concurrency=load.concurrency, requests=load.requests)
-    return sum(latencies_s) / len(latencies_s) * 1e6
+    return [latency_s * 1e6 for latency_s in latencies_s]
 
 
 def run(*, quick: bool = False, workers: int = 2) -> report.Report:
     """The whole benchmark. Raises CommandFailed when not even the engines start."""
-    import uvloop  # noqa: PLC0415  (an extra)
+    import uvloop
 
     plan = msgspec.structs.replace(QUICK if quick else FULL, workers=workers)
     with contextlib.ExitStack() as stack:
@@ -216,5 +226,5 @@ def register_bench(bench_app: typer.Typer) -> None:
         if as_json:
             typer.echo(outcome.json())
             return
-        for what in ("added_us", "cpu_ms_per_1000"):
+        for what in ("added_us", "added_median_us", "cpu_ms_per_1000"):
             outcome.show([f"{what}_{size}_c{at}" for at in CONCURRENCIES for size in SIZES])
