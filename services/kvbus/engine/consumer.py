@@ -131,7 +131,7 @@ class ConsumerCore:
     def receive(self, message: Message, now_s: float) -> Steps:  # noqa: PLR0911  (one for each kind)
         """Take a message; unknown transfers and repeats change nothing."""
         waiting = self.open.get(message.key)
-        if waiting is None:
+        if waiting is None or not _from_producer(message, waiting.registration):
             return Steps()
         match message:
             case PushDone():
@@ -253,6 +253,18 @@ class ConsumerCore:
         self.closed[transfer_id] = outcome
         if len(self.closed) > CLOSED_MAX:
             del self.closed[next(iter(self.closed))]
+
+
+def _from_producer(message: Message, registration: BlocksRegistered) -> bool:
+    """What ranks say counts only from the producer that was registered with, and from that incarnation of it: another
+    engine's rank, or the restarted producer's, knows nothing of the WRITEs that may still land here."""
+    if isinstance(message, BlocksUnavailable | PushDone | PushFailed | PushQuiesced):
+        if message.producer_id != registration.producer_id:
+            return False
+        if isinstance(message, BlocksUnavailable):  # the matcher says it too
+            return True
+        return message.incarnation in ("", registration.producer_incarnation)
+    return True
 
 
 def _merge(steps: Steps, more: Steps) -> None:

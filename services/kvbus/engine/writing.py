@@ -224,6 +224,8 @@ class WritingCore:
 
     def _cancelled(self, order: CancelOrdered) -> Moves:
         push = self.pushes.get(order.transfer_id)
+        if push is None and order.consumer_id == self.me:  # ours to consume: its producer's ranks answer
+            return Moves()
         if push is None:
             state: QuiesceState = "finished" if order.transfer_id in self.tombstones else "never_started"
             self._entomb(order.transfer_id)
