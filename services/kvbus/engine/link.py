@@ -139,7 +139,8 @@ class Link:
                 tasks.append(asyncio.create_task(self._forever(self._keep_card)))
             if self._handlers.load is not None:
                 tasks.append(asyncio.create_task(self._forever(self._report_load)))
-            await asyncio.to_thread(self.state.stopping.wait)
+            while not self.state.stopping.is_set():  # set from another thread
+                await asyncio.sleep(0.1)  # noqa: ASYNC110
             await self._withdraw(bus)
         finally:
             for task in tasks:

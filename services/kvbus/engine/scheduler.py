@@ -49,6 +49,8 @@ class SchedulerSide:
         self.tickets: dict[str, Ticket] = {}
         self.keys: dict[str, tuple[str, str]] = {}
         self.told: dict[str, int] = {}
+        self.cached: dict[str, int] = {}
+        """By request: tokens that came out of the prefix cache when it was first scheduled."""
         self.orders = StepOrders()
         self.heard: deque[Message] = deque(maxlen=HEARD_MAX)
         self.gone: deque[tuple[str, str]] = deque(maxlen=1024)
@@ -166,6 +168,7 @@ class SchedulerSide:
         now_s = time.monotonic()
         ticket = self.tickets.pop(request.request_id, None)
         key, _ = self.keys.pop(request.request_id, ("", ""))
+        cached = self.cached.pop(request.request_id, 0)
         if ticket is None:
             return False
         if ticket.role == "consume":
@@ -176,7 +179,6 @@ class SchedulerSide:
             self._never_computed(ticket, key)
             return False
         ok = request.status.name in ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
-        cached = max(getattr(request, "num_cached_tokens", 0) or 0, 0)
         groups = [list(group) for group in block_ids]
         self._produced(
             self.producer.finished(request.request_id, ok=ok, block_ids=groups, cached_tokens=cached, now_s=now_s)
@@ -258,6 +260,8 @@ class SchedulerSide:
     def _follow(self, output: Any) -> None:
         """Tell the ranks how far this step brings each producer request."""
         for new in output.scheduled_new_reqs:
+            if new.req_id in self.tickets:
+                self.cached[new.req_id] = new.num_computed_tokens
             self._advance(output, new.req_id, new.block_ids, new.num_computed_tokens, restarted=False)
         cached = output.scheduled_cached_reqs
         for request_id, block_ids, computed in zip(

@@ -50,7 +50,7 @@ async def serve(options: EngineOptions, drain_s: float, stopping: asyncio.Event)
         env=vllm_environment(options),
         stdin=asyncio.subprocess.DEVNULL,
         preexec_fn=_die_with_parent,
-        start_new_session=True,
+        process_group=0,  # Ctrl-C on the terminal is for us: we drain first
     )
     ended = asyncio.create_task(process.wait())
     stop = asyncio.create_task(stopping.wait())

@@ -76,10 +76,19 @@ class Child:
         await asyncio.to_thread(self._process.wait)
 
     def _kill_session(self) -> None:
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+        for pid in _session(self._process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _session(leader: int) -> list[int]:
+    """Every process of the session that `leader` leads; vLLM starts groups of its own inside it."""
+    members = [leader]
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ProcessLookupError):
+            if os.getsid(int(entry.name)) == leader:
+                members.append(int(entry.name))
+    return members
 
 
 def _die_with_parent() -> None:

@@ -56,7 +56,7 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     work_dir: Path = Path(".kvbus")
     """Logs, seeded models and the embedded server's streams."""
     engine_arguments: list[str] = []
-    """More arguments of every `vllm serve`."""
+    """More arguments of every `vllm serve`, or of every `kvbus sim-engine`."""
     prefill_arguments: list[str] = []
     decode_arguments: list[str] = []
     engine_settings: dict[str, str] = {}
@@ -64,7 +64,7 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     matchers: int = 1
     routers: int = 1
     plain: bool = False
-    """Also start one plain vLLM server, to compare with."""
+    """Also start one engine that is on no bus, to compare with: a plain vLLM server, or a light engine."""
 
 
 class EngineProcess(msgspec.Struct, kw_only=True):
@@ -150,7 +150,7 @@ class Fleet:
         own = self.options.prefill_arguments if role == "prefill" else self.options.decode_arguments
         command = ["engine", role, self.model, "--nats", self.nats_url, "--engine-id", engine_id, "--port", str(port)]
         if self.options.engine == "sim":
-            command = ["sim-engine", *command[1:]]
+            command = ["sim-engine", *command[1:], *self.options.engine_arguments, *own]
         else:
             command += self._vllm_arguments() + own
         engine = EngineProcess(
@@ -234,14 +234,21 @@ class Fleet:
         return named + TEST_MODEL_ARGUMENTS + self.options.engine_arguments
 
     def _start_plain(self) -> None:
-        from kvbus.engine.launch import plain_command, plain_environment
-
         port = free_port()
         self.plain_url = f"http://127.0.0.1:{port}"
-        self.say(f"starting one plain vLLM engine to compare with (port {port})")
-        command = plain_command(self.model, port) + self._vllm_arguments()
-        child = Child("plain", command, self.log_dir, plain_environment())
+        self.say(f"starting one engine without a bus to compare with (port {port})")
+        child = self._plain_light(port) if self.options.engine == "sim" else self._plain_vllm(port)
         self.engines.append(EngineProcess(engine_id="plain", role="plain", url=self.plain_url, child=child))
+
+    def _plain_vllm(self, port: int) -> Child:
+        from kvbus.engine.launch import plain_command, plain_environment
+
+        command = plain_command(self.model, port) + self._vllm_arguments()
+        return Child("plain", command, self.log_dir, plain_environment())
+
+    def _plain_light(self, port: int) -> Child:
+        command = ["sim-engine", "decode", self.model, "--nats", "", "--port", str(port)]
+        return self._child("plain", *command, *self.options.engine_arguments)
 
     def _child(self, name: str, *arguments: str) -> Child:
         import os
