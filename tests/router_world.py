@@ -195,8 +195,7 @@ class World:
     def __init__(self, nats: str) -> None:
         self.nats = nats
         self.messages: list[AnyMessage] = []
-        self.posted: list[tuple[str, AnyMessage]] = []
-        """Every message with the one whom it is for."""
+        """What was said on the bus, in order, except for presence."""
         self.router: Router
         self._engines: list[Engine] = []
         self._routers: list[Router] = []
@@ -207,9 +206,12 @@ class World:
         self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
         tap = await Bus.connect(BusSettings(nats=self.nats), name="tap", incarnation="i")
         self._taps.append(tap)
-        await tap.subscribe(f"{subjects.ROOT}.route.>", self.messages.append)
-        await tap.subscribe(f"{subjects.ROOT}.transfer.>", self.messages.append)
+        await tap.subscribe(subjects.everything(), self._hear)
         return self
+
+    def _hear(self, message: AnyMessage) -> None:
+        if message.PLANE != "presence":
+            self.messages.append(message)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

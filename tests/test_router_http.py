@@ -183,7 +183,7 @@ async def test_when_prefill_fails_both_are_told_and_decode_still_answers(world: 
         await until(lambda: all(told))
         go_on.set()
     assert asking.result()[0] == 200
-    assert {order.reason for order in world.said(CancelOrdered)} == {"prefill_failed"}
+    assert {order.reason for order in await until(lambda: world.said(CancelOrdered))} == {"prefill_failed"}
     assert len(decode.seen) == 1
 
 

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from tests.router_world import COMPLETION, World, hang, status, until
+from aiohttp import web
+from tests.router_world import COMPLETION, SSE, World, hang, status, until
 
 from kvbus.embedded import EmbeddedNats
 
@@ -219,6 +220,56 @@ async def test_headers_of_one_hop_do_not_travel_on(world: World) -> None:
     assert (await world.raw(request)).startswith(OK)
     headers = decode.seen[0].headers
     assert ("x-secret" in headers, "te" in headers, headers["x-fine"]) == (False, False, "2")
+
+
+async def test_a_client_that_does_not_read_holds_its_engine_back_and_loses_nothing(world: World) -> None:
+    decode = await world.engine("decode")
+    chunk, total, sent = b"x" * 65536, 400, 0
+
+    async def endless(_request: web.Request) -> web.StreamResponse:
+        nonlocal sent
+        response = web.StreamResponse(headers=SSE)
+        await response.prepare(_request)
+        for _ in range(total):
+            await response.write(chunk)
+            sent += 1
+        return response
+
+    decode.act = endless
+    await world.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", world.router.server.port)
+    writer.write(raw_post(b'{"prompt": "a"}', version=b"1.0"))
+    await until(lambda: sent > 10)
+    await asyncio.sleep(0.5)
+    held_at = sent
+    await asyncio.sleep(0.2)
+    assert held_at == sent < total
+    async with asyncio.timeout(20):
+        answer = await reader.read()
+    assert answer.partition(b"\r\n\r\n")[2] == chunk * total
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.parametrize("size", [60_000, 140_000, 300_000, 700_000])
+async def test_a_connection_to_an_engine_is_fit_for_the_next_request_after_a_slow_client(
+    world: World, size: int
+) -> None:
+    decode = await world.engine("decode")
+
+    async def large(_request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b"x" * size)
+
+    decode.act = large
+    await world.start(deadline_s=5.0)
+    for _ in range(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", world.router.server.port, limit=1024)
+        writer.write(raw_post(b'{"prompt": "a"}', b"connection: close"))
+        await asyncio.sleep(0.02)
+        async with asyncio.timeout(5):
+            assert (await reader.read()).partition(b"\r\n\r\n")[2] == b"x" * size
+        writer.close()
+        await writer.wait_closed()
 
 
 # Pages and paths

@@ -181,6 +181,8 @@ class _Connection(asyncio.Protocol):
             exchange.headers.clear()
             return
         self._exchange = None
+        if not self.readable().is_reading():
+            self.readable().resume_reading()  # stopped by these very last bytes
         if self._parser.should_keep_alive():
             self._freed_at = self._loop.time()
             self._origin.freed(self)

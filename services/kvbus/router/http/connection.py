@@ -31,6 +31,7 @@ class Connection(asyncio.Protocol):
     """Speaks HTTP/1.1 with one client."""
 
     __slots__ = (
+        "_full",
         "_head_bytes",
         "_heard_at",
         "_loop",
@@ -59,6 +60,7 @@ class Connection(asyncio.Protocol):
         self._waiting: deque[Request] = deque()
         self._reply: Reply | None = None
         self._source: asyncio.ReadTransport | None = None
+        self._full = False
         self._refused: tuple[int, str, str] | None = None
         self._heard_at = loop.time()
         self.task: asyncio.Task[None] | None = None
@@ -98,6 +100,8 @@ class Connection(asyncio.Protocol):
     def throttle(self, source: asyncio.ReadTransport | None) -> None:
         """Read `source` only while the client keeps up."""
         self._source = source
+        if self._full:
+            self.pause_writing()
 
     # asyncio.Protocol
 
@@ -139,10 +143,12 @@ class Connection(asyncio.Protocol):
         return False
 
     def pause_writing(self) -> None:
+        self._full = True
         if self._source is not None and not self._source.is_closing():
             self._source.pause_reading()
 
     def resume_writing(self) -> None:
+        self._full = False
         if self._source is not None and not self._source.is_closing():
             self._source.resume_reading()
 

@@ -92,7 +92,7 @@ class Exchange:
         self._sink = sink
         self._go_on()
         if self._connection is not None:
-            sink.throttle(self._connection.readable())
+            sink.throttle(self._connection.readable())  # which stops it at once if the client is behind already
         try:
             await self._wait("all")
         finally:
