@@ -264,8 +264,13 @@ class RankSide:
         quiet.set()
 
     def _reading(self, transfer_ids: list[str]) -> set[str]:
-        """The WRITEs that read the source blocks that these transfers lose now."""
-        return self.writing.in_flight_of(transfer_ids) & self._open.keys()
+        """These transfers lose their source blocks now. Returns the WRITEs that still read them; those that wait for a
+        handshake must not start any more."""
+        for write in [write for write in self._waiting_for.values() if write.transfer_id in transfer_ids]:
+            del self._waiting_for[write.write_id]
+            now_s = time.monotonic()
+            self._do(self.writing.write_ended(write, ok=False, now_s=now_s, detail="preempted before the handshake"))
+        return self.writing.preempted(transfer_ids) & self._open.keys()
 
     def _meet(self, card: EngineCard) -> Moves | None:
         before = self._cards.get(card.engine_id)

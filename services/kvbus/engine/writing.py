@@ -186,9 +186,13 @@ class WritingCore:
                 moves.add(self._settle(push))
         return moves
 
-    def in_flight_of(self, transfer_ids: list[str]) -> set[str]:
-        """The WRITEs that still read these transfers' source blocks."""
-        return {w for t in transfer_ids if t in self.pushes for w in self.pushes[t].in_flight}
+    def preempted(self, transfer_ids: list[str]) -> set[str]:
+        """These transfers lose their source blocks: nothing is written from them any more, until a progress names new
+        ones. Returns the WRITEs that still read them."""
+        pushes = [self.pushes[transfer_id] for transfer_id in transfer_ids if transfer_id in self.pushes]
+        for push in pushes:
+            push.source, push.ready = [], 0
+        return {write_id for push in pushes for write_id in push.in_flight}
 
     def overdue(self, now_s: float, write_max_s: float) -> set[str]:
         """WRITEs that have taken longer than a WRITE may."""

@@ -63,7 +63,7 @@ class SimHandle(EngineHandle):
 class SimEngine:
     """`number` counts the incarnations of this engine_id."""
 
-    def __init__(self, ground: Ground, shape: Identity, *, budget: int) -> None:
+    def __init__(self, ground: Ground, shape: Identity, *, budget: int, chunk: int) -> None:
         self.ground, self.identity = ground, shape
         world, weather = ground.world, ground.weather
         self.world, self.name = world, f"{shape.engine_id}.{shape.incarnation}"
@@ -86,7 +86,7 @@ class SimEngine:
         watcher = Watcher(self.station, feed.changed, own_id=shape.engine_id)
         link = SimLink(ground.bus, self.station, ground.presence, watcher)
         self.side = SchedulerSide(shape, ground.settings, link, SimHandle(lambda: self.nudge(0.001)))
-        self.loop = Loop(world, self.name, self.memory, self.side, budget)
+        self.loop = Loop(world, self.name, self.memory, self.side, budget, chunk)
         self.watchers.append(watcher)
         stations = [self.station, *(self._add_rank(rank) for rank in range(shape.tp_size))]
         ground.bus.engines[shape.engine_id] = stations

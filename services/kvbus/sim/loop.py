@@ -103,11 +103,11 @@ class Side(Protocol):
 
 
 class Loop:
-    """One engine's scheduler. `budget` tokens per step."""
+    """One engine's scheduler. `budget` tokens per step, `chunk` of them per request."""
 
-    def __init__(self, world: World, name: str, memory: Memory, side: Side, budget: int) -> None:
+    def __init__(self, world: World, name: str, memory: Memory, side: Side, budget: int, chunk: int) -> None:
         self.world, self.name, self.memory, self.side = world, name, memory, side
-        self.budget = budget
+        self.budget, self.chunk = budget, chunk
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -186,7 +186,7 @@ class Loop:
         while index < len(self.running) and left > 0:
             request = self.running[index]
             start = request.num_computed_tokens
-            count = min(len(request.tokens) - start, left)
+            count = min(len(request.tokens) - start, left, self.chunk)
             if count > 0:
                 need = self._blocks(start + count) - len(request.block_ids)
                 if not self._make_room(output, request, need):
@@ -231,7 +231,7 @@ class Loop:
             else:
                 local = request.num_computed_tokens
             start = local + external
-            count = 0 if parks else min(len(request.tokens) - start, left)
+            count = 0 if parks else min(len(request.tokens) - start, left, self.chunk)
             need = self._blocks(start + count) - (len(request.block_ids) or len(hits))
             if not self.memory.room_for(need, hits):
                 return

@@ -72,10 +72,13 @@ class SimRank(RankSide):
         self._renews = self._retries = False
 
     def turn(self) -> None:
-        """One turn of the rank's thread."""
-        self._inbox.put(_nothing)
+        """One turn of the rank's thread; while it waits for WRITEs to end, it does nothing else."""
         try:
-            self._turn()
+            if self._quiet is not None:
+                self._poll_writes()
+            else:
+                self._inbox.put(_nothing)
+                self._turn()
         except Exception:
             self.world.violate("8", "", f"{self.process.name}: the thread failed: {traceback.format_exc(limit=-3)}")
         self._after_turn()
@@ -98,6 +101,7 @@ class SimRank(RankSide):
 
     def begin(self, orders: StepOrders, ready: Callable[[], None]) -> None:
         """`before_forward`, which waits for WRITEs that read preempted blocks: `ready` is called when there are none."""
+        self.turn()
         pending = self._reading(orders.preempted)
         self._quiet = (pending, self.world.now + QUIET_WAIT_S, ready)
         self.world.after(QUIET_WAIT_S, self.process, self.turn)
@@ -109,6 +113,7 @@ class SimRank(RankSide):
             if not pending & self._open.keys() or self.world.now >= until_s:
                 self._quiet = None
                 ready()
+                self.world.after(0.0, self.process, self.turn)
         if self._waiting_for and not self._retries:
             self._retries = True
             self.world.after(RETRY_S, self.process, self._retry_turn)

@@ -57,8 +57,8 @@ class Sim:
         self.engines: dict[str, SimEngine] = {}
         self._incarnations: Counter[str] = Counter()
         self._tp = {"prefill": rng.choice((1, 1, 2)), "decode": rng.choice((1, 1, 2))}
-        self._blocks = BLOCKS_MAX_OF_ONE + (rng.randrange(1, 4) if "memory" in self.weather.kinds else 12)
-        self._budget = rng.choice((3, 4, 8))
+        self._blocks = BLOCKS_MAX_OF_ONE + (rng.randrange(0, 3) if "memory" in self.weather.kinds else 12)
+        self._budget, self._chunk = rng.choice((3, 4, 8)), rng.choice((2, 3, 8))
         roles: tuple[Role, Role] = ("prefill", "decode")
         for role in roles:
             for number in range(rng.choice((1, 1, 2))):
@@ -85,7 +85,7 @@ class Sim:
             max_model_len=64,
             vllm_version="sim",
         )
-        self.engines[engine_id] = SimEngine(self.ground, shape, budget=self._budget)
+        self.engines[engine_id] = SimEngine(self.ground, shape, budget=self._budget, chunk=self._chunk)
 
     def crash(self, engine: SimEngine) -> None:
         engine.crash()
@@ -130,13 +130,14 @@ class Sim:
     def _plan(self) -> None:
         rng = self.world.rng
         prompts: list[Tokens] = []
+        at_once = rng.random() < 0.4
         for number in range(rng.randrange(3, 7)):
             prompt = tuple(rng.randrange(100) for _ in range(rng.randrange(1, PROMPT_MAX + 1)))
             if prompts and rng.random() < 0.3:
                 other = rng.choice(prompts)
                 prompt = (other[: rng.randrange(len(other) + 1)] + prompt)[:PROMPT_MAX]
             prompts.append(prompt)
-            at_s = 0.2 + (self.busy_s - 0.5) * rng.random() ** 2
+            at_s = 0.2 + (0.1 if at_once else self.busy_s - 0.5) * rng.random() ** 2
             self.world.after(at_s, self.router.process, self._arrive, f"q{number}", prompt)
 
     def _arrive(self, request_id: str, prompt: Tokens) -> None:
