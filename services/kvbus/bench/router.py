@@ -1,9 +1,10 @@
 """`kvbus bench router`: what a router adds to a request, and what it costs, against engines that answer at once.
 
-Arms of one engine: kvbus in mode local, and the Rust routers vllm-router and sglang-router from PyPI. Arms that send a
-prefill and a decode leg: kvbus in mode early (with its messages on a real NATS), vllm-router with
---vllm-pd-disaggregation, sglang-router with --pd-disaggregation, and the logic of vLLM's example proxy. All take turns
-within a round; added latency is the mean (or median) less that of asking the engine directly right before.
+Arms of one engine: kvbus in mode local, with its messages on a real NATS and (like the others) without any, and the
+Rust routers vllm-router and sglang-router from PyPI. Arms that send a prefill and a decode leg: kvbus in mode early,
+vllm-router with --vllm-pd-disaggregation, sglang-router with --pd-disaggregation, and the logic of vLLM's example
+proxy. All take turns within a round; added latency is the mean (or median) less that of asking the engine directly
+right before.
 """
 
 import contextlib
@@ -123,7 +124,11 @@ def kvbus_command(nats: str, workers: int) -> list[str]:
 def arms_of(world: World, workers: int) -> list[Running]:
     """Every arm that can be started here."""
     kvbus = kvbus_command(world.nats.url, 1)
-    arms = world.try_start("kvbus local", kvbus, ["x-kvbus-mode: local"])
+    static = f"prefill={world.prefill},decode={world.decode}"
+    nowhere = f"nats://127.0.0.1:{http_load.free_port()}"
+    alone = [*kvbus_command(nowhere, 1), "--static", static]
+    arms = world.try_start("kvbus local, no NATS", alone, ["x-kvbus-mode: local"])
+    arms += world.try_start("kvbus local", kvbus, ["x-kvbus-mode: local"])
     arms += world.try_start("kvbus early", kvbus)
     if workers > 1:
         arms += world.try_start(f"kvbus early x{workers}", kvbus_command(world.nats.url, workers))
