@@ -94,7 +94,7 @@ class WritingCore:
         """A request of ours is the producer of this transfer."""
         push = self._push(terms.transfer_id)
         push.terms = terms
-        if terms.transfer_id in self.tombstones:
+        if terms.transfer_id in self.tombstones or whole_of(terms.transfer_id) in self.tombstones:
             push.dead = True
         return self._fire(push, now_s)
 
@@ -137,8 +137,8 @@ class WritingCore:
                 return self._ordered(message, now_s)
             case CancelOrdered():
                 return self._cancelled(message)
-            case TransferClosed() if message.transfer_id in self.pushes:
-                return self.release(message.transfer_id)
+            case TransferClosed():
+                return self._closed(message.transfer_id)
             case _:
                 return Moves()
 
@@ -231,14 +231,32 @@ class WritingCore:
         if push is None and order.consumer_id == self.me:  # ours to consume: its producer's ranks answer
             return Moves()
         if push is None:
+            moves = self._cancel_parts(order)
             state: QuiesceState = "finished" if order.transfer_id in self.tombstones else "never_started"
             self._entomb(order.transfer_id)
-            if not order.consumer_id:
-                return Moves()
-            return Moves(posts=[self._quiet(order.transfer_id, order.consumer_id, state)])
+            if order.consumer_id:
+                moves.posts.append(self._quiet(order.transfer_id, order.consumer_id, state))
+            return moves
+        return self._cancel(push, order)
+
+    def _cancel(self, push: Push, order: CancelOrdered) -> Moves:
         push.dead = True
         push.ask_quiet = order.consumer_id or push.ask_quiet
         return self._settle(push)
+
+    def _cancel_parts(self, order: CancelOrdered) -> Moves:
+        """A router knows a request with several prompts by one name; each prompt has its own transfer."""
+        moves = Moves()
+        for push in [push for push in self.pushes.values() if whole_of(push.transfer_id) == order.transfer_id]:
+            moves.add(self._cancel(push, order))
+        return moves
+
+    def _closed(self, transfer_id: str) -> Moves:
+        """The consumer's last word. It may come before our request has its first block, which then holds nothing."""
+        if transfer_id in self.pushes:
+            return self.release(transfer_id)
+        self._entomb(transfer_id)
+        return Moves()
 
     def _fire(self, push: Push, now_s: float) -> Moves:
         order, terms = push.order, push.terms
@@ -371,3 +389,8 @@ def _both(order: PushOrdered, terms: Terms) -> str:
         f"{order.token_count} tokens ({order.prompt_digest}) were registered, "
         f"{terms.token_count} ({terms.prompt_digest}) are computed"
     )
+
+
+def whole_of(transfer_id: str) -> str:
+    """The transfer that a router named, of which this is a part (of several prompts) or the whole."""
+    return transfer_id.partition("-")[0]
