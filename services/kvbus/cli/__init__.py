@@ -10,7 +10,7 @@ import typer
 
 from kvbus.errors import ConfigError, KvbusError
 
-COMMANDS = ("router", "matcher", "trace", "schema", "doctor", "engine", "up", "demo", "bench")
+COMMANDS = ("router", "matcher", "trace", "schema", "doctor", "engine", "sim_engine", "up", "demo", "bench")
 
 app = typer.Typer(
     name="kvbus",

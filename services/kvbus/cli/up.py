@@ -34,7 +34,7 @@ def up(
 ) -> None:
     """Start nats-server, matcher, router and engines, and leave them running. Ctrl-C stops all of it.
 
-    Arguments that are not named here go to every `vllm serve`.
+    Arguments that are not named here go to every `vllm serve`, or `kvbus sim-engine`.
     """
     if engine not in ("vllm", "sim"):
         raise ConfigError(f"--engine must be vllm or sim, not {engine!r}")
