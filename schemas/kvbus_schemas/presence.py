@@ -37,6 +37,12 @@ class EngineCard(Message, frozen=True, kw_only=True):
     """True while the engine finishes what it has and wants no new requests."""
     agent_metadata: dict[str, bytes] = {}
     """NIXL agent metadata by rank, keyed `"<pp_rank>.<tp_rank>"`; about 1.4 KB a rank."""
+    lease: int = 0
+    """Grows when the card had lapsed and came back: orders that were given under an earlier lease are void."""
+    put_monotonic_s: float = 0.0
+    """When this card was sent, by the monotonic clock of the engine's host; means nothing on another host."""
+    boot_id: str = ""
+    """Which boot of which host that clock belongs to."""
 
     @property
     def key(self) -> str:

@@ -29,6 +29,8 @@ class BlocksRegistered(_TransferMessage, frozen=True, kw_only=True):
 
     producer_id: str
     producer_incarnation: str = ""
+    producer_lease: int = 0
+    """`lease` of the producer's card as the consumer saw it."""
     consumer_id: str
     consumer_incarnation: str
     block_ids: list[list[int]]
@@ -46,6 +48,8 @@ class BlocksRegistered(_TransferMessage, frozen=True, kw_only=True):
     request_id: str = ""
     reuse: bool = False
     """True: the producer is a decode engine that kept a conversation's blocks."""
+    offer_id: str = ""
+    """With `reuse`: which of the producer's offers."""
 
 
 class BlocksReady(_TransferMessage, frozen=True, kw_only=True):
@@ -77,6 +81,8 @@ class PushOrdered(_TransferMessage, frozen=True, kw_only=True):
 
     producer_id: str
     producer_incarnation: str = ""
+    producer_lease: int = 0
+    """The registration's. A producer whose card has lapsed since refuses the order: its consumer may have freed."""
     consumer_id: str
     consumer_incarnation: str
     block_ids: list[list[int]]
@@ -86,6 +92,7 @@ class PushOrdered(_TransferMessage, frozen=True, kw_only=True):
     consumer_tp_size: int = 1
     lease_s: float
     reuse: bool = False
+    offer_id: str = ""
 
 
 class PushDone(_TransferMessage, frozen=True, kw_only=True):

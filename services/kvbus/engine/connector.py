@@ -7,6 +7,7 @@ The only module (with `vllm_parts`) that imports vllm. It translates: vLLM's hoo
       "kv_role": "kv_producer", "engine_id": "prefill-0", "kv_load_failure_policy": "recompute", ...}'
 """
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -14,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 
@@ -47,6 +49,16 @@ class KvbusMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not t
 
     def __init__(self, orders: StepOrders) -> None:
         self.orders = orders
+
+
+class QuietRanks(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM is not type-checked here
+    """What ranks tell the scheduler: for each transfer of a kept conversation, how many ranks are done with it."""
+
+    def __init__(self, transfers: Counter[str]) -> None:
+        self.transfers = transfers
+
+    def aggregate(self, other: "QuietRanks") -> "QuietRanks":
+        return QuietRanks(self.transfers + other.transfers)
 
 
 class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not type-checked here
@@ -87,7 +99,14 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
         self._identity.compat_hash, self._agents = payloads.compat_hash, payloads.agents
         side = self._scheduler_side
         self._link.start(
-            LinkHandlers(hear=side.hear, seen=side.seen, gone=side.engine_gone, card=self._card, load=self._load)
+            LinkHandlers(
+                hear=side.hear,
+                seen=side.seen,
+                gone=side.engine_gone,
+                card=self._card,
+                load=self._load,
+                keep_time=side.keep_time,
+            )
         )
 
     def on_new_request(self, request: "Request") -> None:
@@ -109,6 +128,8 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         assert self._scheduler_side is not None
         self._scheduler_side.took(connector_output.finished_recving, connector_output.finished_sending)
+        if isinstance(connector_output.kv_connector_worker_meta, QuietRanks):
+            self._scheduler_side.reuse.quiet(connector_output.kv_connector_worker_meta.transfers)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -117,10 +138,15 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler_side is not None
-        return self._scheduler_side.finished(request, block_ids), None
+        hold = self._scheduler_side.finished(request, block_ids)
+        return hold, self._scheduler_side.reply_of(request)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        assert self._scheduler_side is not None
+        self._scheduler_side.reuse.pool = kv_cache_manager.block_pool
 
     def has_pending_push_work(self) -> bool:
-        return False
+        return self._scheduler_side is not None and self._scheduler_side.has_news()
 
     def _card(self) -> EngineCard | None:
         me = self._identity
@@ -148,12 +174,13 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
 
     def _capabilities(self) -> list[str]:
         own_matcher = self._link.own_matcher is not None
-        have = {"push": True, "progressive": self._settings.progressive, MATCHES_ITSELF: own_matcher}
+        have = {"push": True, "progressive": self._settings.progressive, "reuse": True, MATCHES_ITSELF: own_matcher}
         return [name for name, there in have.items() if there]
 
     def _load(self) -> LoadReported | None:
         assert self._scheduler_side is not None
-        return vllm_parts.load_of(self._scheduler_side.handle.scheduler, self._identity)
+        side = self._scheduler_side
+        return vllm_parts.load_of(side.handle.scheduler, self._identity, side.reuse.retention.blocks)
 
     # A rank's process.
 
@@ -195,6 +222,11 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
         assert self._rank_side is not None
         sent, received, failed = self._rank_side.results(self._orders())
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> "QuietRanks | None":
+        assert self._rank_side is not None
+        quiet = self._rank_side.take_quiet()
+        return QuietRanks(quiet) if quiet else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set()

@@ -8,6 +8,8 @@ from array import array
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+SERVED = "reuse:"
+"""Prefix of the names under which ranks serve a kept conversation; vLLM has no request of such a name."""
 MATCHER = "matcher"
 """The receiver of what consumers and producers tell the matcher."""
 
@@ -61,6 +63,8 @@ class StepOrders:
     """Transfers whose request has finished: report it as sent once nothing more is to be written."""
     released: list[str] = field(default_factory=list)
     """Transfers that are over: write no more, and report the request as sent once quiet."""
+    dropped: list[str] = field(default_factory=list)
+    """Transfers whose request has ended before anything of it was computed: nothing is to be reported."""
     expected: list[Expect] = field(default_factory=list)
     concluded: dict[str, bool] = field(default_factory=dict)
     """Parked requests (by request id) to give back now, whatever has landed; True: as failed."""
@@ -68,8 +72,8 @@ class StepOrders:
     """Transfers whose every PushDone is in: the data should be there any moment."""
 
     def __bool__(self) -> bool:
-        return any((self.admitted, self.progress, self.preempted, self.held, self.released, self.expected,
-                    self.concluded, self.hinted))  # fmt: skip
+        return any((self.admitted, self.progress, self.preempted, self.held, self.released, self.dropped,
+                    self.expected, self.concluded, self.hinted))  # fmt: skip
 
 
 def prompt_digest(transfer_id: str, token_ids: list[int], token_count: int) -> str:

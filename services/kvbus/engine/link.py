@@ -5,16 +5,18 @@ to `seen` and `gone`. The scheduler's link also keeps the engine's card alive an
 """
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import structlog
 
-from kvbus.bus import Bus, BusSettings
+from kvbus.bus import Bucket, Bus, BusSettings, RevisionError
 from kvbus.engine.own_matcher import OwnMatcher
 from kvbus.engine.peers import PRESENCE_LEASE_S, PRESENCE_RENEW_S
 from kvbus.errors import BusError
@@ -40,6 +42,19 @@ LOAD_EVERY_S = 0.5
 LOAD_AT_LEAST_S = 2.0
 CONNECT_AGAIN_S = 1.0
 KEEP_TIME_S = 0.25
+LAPSE_S = PRESENCE_LEASE_S - 1.0
+"""A card that is missing, and was sent less than this ago, has not expired: the server has lost it."""
+
+
+def _boot_id() -> str:
+    """Which boot of which host this is; processes with the same one share the monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+BOOT_ID = _boot_id()
 
 
 @dataclass
@@ -52,12 +67,23 @@ class LinkHandlers:
     card: Callable[[], EngineCard | None] | None = None
     """The engine's own card, once it can be told; None in a rank's process."""
     load: Callable[[], LoadReported | None] | None = None
+    keep_time: Callable[[], None] | None = None
+    """Called a few times a second."""
 
 
 @dataclass
 class LinkState:
     own_card_s: float = 0.0
-    """When this process last saw its own engine's card on the bus, by its monotonic clock."""
+    """When the newest card of its own engine that this process has seen was sent, by the monotonic clock: not when it
+    was read, since a process that was stopped reads old cards when it goes on."""
+    lease: int = 0
+    """Lease of that card."""
+    own_lease: int = 1
+    """Lease that the process puts which keeps the card."""
+    revision: int = 0
+    """Of the card in the bucket, in that process."""
+    put_s: float = 0.0
+    """When that process sent it."""
     dropped: int = 0
     draining: bool = False
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -88,6 +114,11 @@ class Link:
     def presence_fresh(self, within_s: float) -> bool:
         """Whether our engine's card was seen on the bus within that many seconds."""
         return time.monotonic() - self.state.own_card_s <= within_s
+
+    @property
+    def lease(self) -> int:
+        """Lease of our engine's card as this process saw it last; 0 before that."""
+        return self.state.lease
 
     def start(self, handlers: LinkHandlers) -> None:
         """Start the thread; it connects by itself and tries for ever."""
@@ -139,8 +170,8 @@ class Link:
                 tasks.append(asyncio.create_task(self._forever(self._keep_card)))
             if self._handlers.load is not None:
                 tasks.append(asyncio.create_task(self._forever(self._report_load)))
-            while not self.state.stopping.is_set():  # set from another thread
-                await asyncio.sleep(0.1)  # noqa: ASYNC110
+            while not self.state.stopping.is_set():  # noqa: ASYNC110  (set from another thread)
+                await asyncio.sleep(0.1)
             await self._withdraw(bus)
         finally:
             for task in tasks:
@@ -207,7 +238,8 @@ class Link:
         if self.own_matcher is not None:
             await self.own_matcher.seen(card)
         if (card.engine_id, card.incarnation) == (self.engine_id, self.incarnation):
-            self.state.own_card_s = time.monotonic()
+            self.state.own_card_s = card.put_monotonic_s if card.boot_id == BOOT_ID else time.monotonic()
+            self.state.lease = card.lease
         else:
             self._handlers.seen(card)
 
@@ -221,6 +253,8 @@ class Link:
             self._handlers.gone(engine_id)
         if self.own_matcher is not None:
             await self.own_matcher.tick()
+        if self._handlers.keep_time is not None:
+            self._handlers.keep_time()
         await asyncio.sleep(KEEP_TIME_S)
 
     async def _keep_card(self) -> None:
@@ -231,13 +265,31 @@ class Link:
         card = self._handlers.card()
         if card is None:
             return False
-        card = msgspec.structs.replace(self.bus.envelope(card), draining=self.state.draining)
-        bucket = await self.bus.bucket(subjects.ENGINES_BUCKET)
-        await bucket.put(card.engine_id, encode(card), ttl_s=PRESENCE_LEASE_S)
+        card = msgspec.structs.replace(self.bus.envelope(card), draining=self.state.draining, boot_id=BOOT_ID)
+        await self._renew(await self.bus.bucket(subjects.ENGINES_BUCKET), card)
         if not self._card_known:
             self._card_known = True
             log.info("engine_announced", engine_id=card.engine_id, incarnation=card.incarnation, role=card.role)
         return True
+
+    async def _renew(self, bucket: Bucket, card: EngineCard) -> None:
+        """Put the card where its predecessor is. If that has expired, others may have seen us gone and count us as
+        fenced: what they were promised is void, which a new lease number says. (A restarted server has lost the card
+        without its having expired.)"""
+        state, now_s = self.state, time.monotonic()
+        card = msgspec.structs.replace(card, lease=state.own_lease, put_monotonic_s=now_s)
+        revision = 0
+        if state.revision:
+            with contextlib.suppress(RevisionError):
+                revision = await bucket.update(
+                    card.engine_id, encode(card), revision=state.revision, ttl_s=PRESENCE_LEASE_S
+                )
+        if not revision:
+            if state.put_s and now_s - state.put_s > LAPSE_S:
+                state.own_lease += 1
+            card = msgspec.structs.replace(card, lease=state.own_lease)
+            revision = await bucket.put(card.engine_id, encode(card), ttl_s=PRESENCE_LEASE_S)
+        state.revision, state.put_s = revision, now_s
 
     async def _withdraw(self, bus: Bus) -> None:
         assert self._handlers is not None

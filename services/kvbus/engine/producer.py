@@ -36,9 +36,10 @@ class ProducerSteps:
     admitted: list[Terms] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.posts or self.admitted or self.held or self.released)
+        return bool(self.posts or self.admitted or self.held or self.released or self.dropped)
 
 
 @dataclass
@@ -135,6 +136,13 @@ class ProducerCore:
         production = self.open.get(transfer_id)
         if production is not None:
             production.consumer_id, production.consumer_incarnation = consumer_id, incarnation
+
+    def drop(self, request_id: str) -> ProducerSteps:
+        """vLLM's request has ended before it computed anything (it waited for a conversation's KV)."""
+        production = self.open[self.by_request[request_id]]
+        steps = self._give_up(production, "aborted", "the prefill request was aborted")
+        self.reported(request_id)
+        return ProducerSteps(posts=steps.posts, dropped=[production.terms.transfer_id])
 
     def reported(self, request_id: str) -> None:
         """All ranks have reported the request as sent: vLLM frees its blocks."""

@@ -7,12 +7,13 @@ microseconds, landing notes a little slower until the bus has hinted that they m
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import structlog
 
-from kvbus.engine.facts import StepOrders, read_landing_note
+from kvbus.engine.facts import SERVED, StepOrders, read_landing_note
 from kvbus.engine.landing import LandingCore
 from kvbus.engine.link import Link
 from kvbus.engine.peers import PRESENCE_LEASE_S, WRITE_MAX_S
@@ -75,6 +76,7 @@ class RankSide:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._sent: set[str] = set()
+        self._quiet: Counter[str] = Counter()
         self._hinted_until_s = 0.0
         self._waiting_for: dict[str, Write] = {}
         self._thread = threading.Thread(target=self._run, name="kvbus-rank", daemon=True)
@@ -94,7 +96,7 @@ class RankSide:
         if isinstance(message, PushDone):
             self._inbox.put(self._hint)
             return
-        self._inbox.put(lambda: self.writing.receive(message, time.monotonic()))
+        self._inbox.put(lambda: self._receive(message))
 
     def seen(self, card: EngineCard) -> None:
         """A peer lives: shake hands with it now, outside any transfer."""
@@ -123,6 +125,12 @@ class RankSide:
         self._inbox.put(lambda: self._when_quiet(orders.preempted, quiet))
         if not quiet.wait(PREEMPT_WAIT_S):
             log.error("preemption_waited_too_long", transfers=len(orders.preempted))
+
+    def take_quiet(self) -> Counter[str]:
+        """Transfers of kept conversations that are over on this rank: what the scheduler is told in this step."""
+        with self._lock:
+            quiet, self._quiet = self._quiet, Counter()
+        return quiet
 
     def results(self, orders: StepOrders) -> tuple[set[str], set[str], set[str]]:
         """(sent, received, of these failed): what vLLM is told in this step."""
@@ -178,12 +186,14 @@ class RankSide:
         self.link.post(moves.posts)
         if moves.sent:
             with self._changed:
-                self._sent.update(moves.sent)
+                served = {name for name in moves.sent if name.startswith(SERVED)}
+                self._sent.update(set(moves.sent) - served)
+                self._quiet.update(name.removeprefix(SERVED) for name in served)
                 self._changed.notify_all()
 
     def _take(self, orders: StepOrders, ready: Any) -> Moves:
         now_s = time.monotonic()
-        self.writing.may_write = self._present()
+        self._present()
         moves = Moves()
         for terms in orders.admitted:
             moves.add(self.writing.admit(terms, now_s))
@@ -191,6 +201,8 @@ class RankSide:
             if ready is not None:
                 self._ready[progress.transfer_id] = ready
             moves.add(self.writing.progress(progress, now_s))
+        for transfer_id in orders.dropped:
+            moves.add(self.writing.drop(transfer_id))
         for transfer_id in orders.released:
             moves.add(self.writing.release(transfer_id))
         for transfer_id in orders.held:
@@ -200,7 +212,7 @@ class RankSide:
 
     def _submit(self, write: Write) -> None:
         """Checked immediately before the bytes move: presence, and the connection to exactly that incarnation."""
-        if not self.plane.connected(write.consumer_id, write.consumer_incarnation):
+        if not (self._present() and self.plane.connected(write.consumer_id, write.consumer_incarnation)):
             self._waiting_for[write.write_id] = write
             return
         now_s = time.monotonic()
@@ -219,10 +231,11 @@ class RankSide:
         now_s = time.monotonic()
         for write_id, write in list(self._waiting_for.items()):
             push = self.writing.pushes.get(write.transfer_id)
-            if push is None or push.dead or now_s >= push.lease_end_s:
+            present = self._present()
+            if push is None or push.dead or now_s >= push.lease_end_s or self.writing.is_void(push):
                 del self._waiting_for[write_id]
                 self._do(self.writing.write_ended(write, ok=False, now_s=now_s, detail="no connection to the consumer"))
-            elif self.plane.connected(write.consumer_id, write.consumer_incarnation) and self._present():
+            elif present and self.plane.connected(write.consumer_id, write.consumer_incarnation):
                 del self._waiting_for[write_id]
                 self._submit(write)
 
@@ -251,8 +264,15 @@ class RankSide:
         self._hinted_until_s = time.monotonic() + HINT_S
         self._read_notes()
 
+    def _receive(self, message: Message) -> Moves:
+        self._present()
+        return self.writing.receive(message, time.monotonic())
+
     def _present(self) -> bool:
-        return self.link.presence_fresh(PRESENCE_LEASE_S - PRESENCE_MARGIN_S)
+        """Whether this rank may write now, which the core is told too."""
+        self.writing.may_write = self.link.presence_fresh(PRESENCE_LEASE_S - PRESENCE_MARGIN_S)
+        self.writing.lease = self.link.lease
+        return self.writing.may_write
 
     def _when_quiet(self, transfer_ids: list[str], quiet: threading.Event) -> None:
         pending = self._reading(transfer_ids)
@@ -281,7 +301,7 @@ class RankSide:
         if time.monotonic() - self._refused_s.get(key, -HANDSHAKE_AGAIN_S) < HANDSHAKE_AGAIN_S:
             return None
         if key in self._connecting or self.plane.connected(card.engine_id, card.incarnation):
-            self.writing.may_write = self._present()
+            self._present()
             return self.writing.fire_all(time.monotonic())
         self._connecting.add(key)
         since_s = time.monotonic()
@@ -300,6 +320,7 @@ class RankSide:
         log.info("handshake_done", peer=card.engine_id, took_s=round(took_s, 3))
         self._refused_s.pop(key, None)
         self._retry()
+        self._present()
         return self.writing.fire_all(time.monotonic())
 
     def _give_up(self, card: EngineCard, error: str) -> Moves:

@@ -11,13 +11,17 @@ from typing import Any
 import structlog
 
 from kvbus.engine.consumer import ConsumerCore, Steps
-from kvbus.engine.facts import MATCHER, Expect, Progress, StepOrders, Terms, blocks_for, prompt_digest
+from kvbus.engine.facts import MATCHER, Expect, StepOrders, Terms
+from kvbus.engine.following import Follower
 from kvbus.engine.handle import EngineHandle
 from kvbus.engine.identity import Identity
 from kvbus.engine.link import Link
 from kvbus.engine.peers import Peers
 from kvbus.engine.producer import ProducerCore, ProducerSteps
+from kvbus.engine.registering import BlockIds, push_of, return_of
+from kvbus.engine.reuse_side import ReuseSide
 from kvbus.engine.settings import EngineSettings
+from kvbus.engine.tickets import Ticketed, Tickets
 from kvbus_schemas import (
     BlocksRegistered,
     BlocksUnavailable,
@@ -25,10 +29,10 @@ from kvbus_schemas import (
     Message,
     Post,
     PushOrdered,
+    ReuseReleased,
     Ticket,
-    TicketError,
-    ticket_from_params,
 )
+from kvbus_schemas.ticket import TICKET_KEY
 
 log = structlog.get_logger()
 
@@ -46,16 +50,13 @@ class SchedulerSide:
         self.peers = Peers()
         self.consumer = ConsumerCore(identity.engine_id, self.peers)
         self.producer = ProducerCore(identity.engine_id, identity.block_size)
-        self.tickets: dict[str, Ticket] = {}
-        self.keys: dict[str, tuple[str, str]] = {}
-        self.told: dict[str, int] = {}
-        self.cached: dict[str, int] = {}
-        """By request: tokens that came out of the prefix cache when it was first scheduled."""
+        self.reuse = ReuseSide(identity, settings, link)
+        self.tickets = Tickets(identity)
+        self.follower = Follower(self.producer)
         self.orders = StepOrders()
         self.heard: deque[Message] = deque(maxlen=HEARD_MAX)
         self.gone: deque[tuple[str, str]] = deque(maxlen=1024)
         self.ticked_s = 0.0
-        self.tickets_refused = 0
 
     # From the link's thread.
 
@@ -63,6 +64,8 @@ class SchedulerSide:
         """A message for this engine has come in."""
         self.heard.append(message)
         self.handle.notify()
+        if self.reuse.retention.offers and isinstance(message, PushOrdered | ReuseReleased):
+            self.handle.wake_idle()
 
     def seen(self, card: EngineCard) -> None:
         """A peer's card was put."""
@@ -83,61 +86,52 @@ class SchedulerSide:
     # vLLM's hooks.
 
     def on_new_request(self, request: Any) -> None:
-        """Read the request's ticket. A bad one is counted, and the request is served without a transfer."""
-        try:
-            ticket = ticket_from_params(request.kv_transfer_params)
-            if ticket is None:
-                return
-            ticket.check(self.identity.engine_id, self.identity.incarnation)
-        except TicketError as error:
-            self.tickets_refused += 1
-            log.warning("ticket_refused", error=str(error))
-            return
-        tokens = request.prompt_token_ids
-        if not tokens:
-            self.tickets_refused += 1
-            log.warning("ticket_refused", error="the prompt has no token ids (embeddings): send it in mode local")
-            return
-        digest = prompt_digest(ticket.transfer_id, tokens, len(tokens))
-        key = ticket.transfer_id if ticket.parts == 1 else f"{ticket.transfer_id}-{digest}"
-        self.tickets[request.request_id] = ticket
-        self.keys[request.request_id] = (key, digest)
+        """Read the request's ticket, if it has one."""
+        known = self.tickets.read(request)
+        if known is not None and known.ticket.role == "produce":
+            self.reuse.claim(request, known.ticket)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """How many tokens, beyond `computed`, a push will bring; None: ask again in the next step."""
-        ticket = self.tickets.get(request.request_id)
-        if ticket is None or ticket.role != "consume":
+        """How many tokens, beyond `computed`, a transfer will bring; None: ask again in the next step."""
+        known = self.tickets.of(request.request_id)
+        if known is None:
             return 0, False
-        key, _ = self.keys[request.request_id]
-        owner = self.consumer.owner_of(key)
+        if known.ticket.role == "produce":
+            gain = self._gain(request, computed)
+            return gain, gain > 0
+        owner = self.consumer.owner_of(known.key)
         if owner is not None:  # `n` > 1: one sequence takes the push, the others then find it in the prefix cache
             return (None, False) if owner != request.request_id else (0, False)
-        if self._why_local(request, ticket, key, computed):
+        if self._why_local(request, known, computed):
             return 0, False
         return len(request.prompt_token_ids) - computed, True
 
-    def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
+    def allocated(self, request: Any, block_ids: BlockIds, external: int) -> None:
         """vLLM has allocated blocks: a producer is admitted, a consumer registers."""
-        ticket = self.tickets.get(request.request_id)
-        if ticket is None:
+        known = self.tickets.of(request.request_id)
+        if known is None:
             return
         now_s = time.monotonic()
-        key, digest = self.keys[request.request_id]
-        if ticket.role == "produce":
-            terms = Terms(key, request.request_id, len(request.prompt_token_ids), digest)
-            self._produced(self.producer.admit(ticket, terms, now_s))
+        if known.ticket.role == "produce":
+            terms = Terms(known.key, request.request_id, len(request.prompt_token_ids), known.digest)
+            self._produced(self.producer.admit(known.ticket, terms, now_s))
+            if external > 0:
+                self._take_back(request, known.ticket, block_ids, external, now_s)
+            else:
+                self.reuse.let_go(request.request_id, "not needed")
         elif external > 0:
-            self._register(request, ticket, block_ids, external, now_s)
-        elif not self.consumer.knows(key):
-            reason = self._why_local(request, ticket, key, request.num_computed_tokens) or "computed by decode"
-            log.info("transfer_skipped", transfer_id=key, reason=reason)
-            self._consumed(self.consumer.skip(key, ticket.producer_id, reason))
+            self._register(request, known, block_ids, external, now_s)
+        elif not self.consumer.knows(known.key):
+            reason = self._why_local(request, known, request.num_computed_tokens) or "computed by decode"
+            log.info("transfer_skipped", transfer_id=known.key, reason=reason)
+            self._consumed(self.consumer.skip(known.key, known.ticket.producer_id, reason))
 
     def build(self, output: Any) -> StepOrders:
         """End of a schedule: what this step tells the ranks. Sleeps when the engine can only wait."""
         now_s = time.monotonic()
         self._listen(now_s)
-        self._follow(output)
+        self.follower.follow(output, self.orders)
+        self.reuse.make_room(pressed=self._pressed(output))
         if output.total_num_scheduled_tokens == 0 and not self.orders and self._waits():
             self.handle.wait(self.settings.wait_max_ms / 1e3, lambda: bool(self.heard or self.gone))
             self._listen(time.monotonic())
@@ -153,32 +147,51 @@ class SchedulerSide:
                 assert finished_recving is not None
                 finished_recving.discard(request_id)
                 continue
+            transfer_id = self.consumer.by_request[request_id]
             self._consumed(self.consumer.reported(request_id, now_s))
+            self.reuse.ended(request_id, transfer_id, completed=self.consumer.closed[transfer_id] == "completed")
         for request_id in list(finished_sending or ()):
             if request_id not in self.producer.by_request:
                 log.error("unknown_request_sent", request_id=request_id)
                 assert finished_sending is not None
                 finished_sending.discard(request_id)
                 continue
-            self.told.pop(self.producer.by_request[request_id], None)
+            self.follower.forget(self.producer.by_request[request_id])
             self.producer.reported(request_id)
 
-    def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> bool:
+    def reply_of(self, request: Any) -> dict[str, Any] | None:
+        """What the HTTP reply of a finished request carries in `kv_transfer_params`; asked once, after `finished`."""
+        result = self.reuse.result(request.request_id)
+        return None if result is None else {TICKET_KEY: result}
+
+    def has_news(self) -> bool:
+        """Whether an engine without requests must take a step all the same."""
+        return bool(self.heard or self.gone) or self.reuse.retention.due(time.monotonic())
+
+    def keep_time(self) -> None:
+        """Called a few times a second by the link: wake an idle engine that has something to let go."""
+        if self.reuse.retention.due(time.monotonic()):
+            self.handle.wake_idle()
+
+    def finished(self, request: Any, block_ids: BlockIds) -> bool:
         """vLLM's request has ended. True: its blocks stay until it is reported as sent."""
+        known = self.tickets.forget(request.request_id)
+        cached = self.follower.cached_tokens(request.request_id)
+        if known is None:
+            return False
         now_s = time.monotonic()
-        ticket = self.tickets.pop(request.request_id, None)
-        key, _ = self.keys.pop(request.request_id, ("", ""))
-        cached = self.cached.pop(request.request_id, 0)
-        if ticket is None:
-            return False
-        if ticket.role == "consume":
-            self._consumed(self.consumer.aborted(request.request_id, now_s))
-            self._consumed(self.consumer.skip(key, ticket.producer_id, "ended before it was scheduled"))
-            return False
-        if self.producer.transfer_of(request.request_id) is None:
-            self._never_computed(ticket, key)
-            return False
         ok = request.status.name in ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+        if known.ticket.role == "consume":
+            self._consumer_finished(request, known, block_ids, now_s, ok=ok)
+            return False
+        self.reuse.let_go(request.request_id, "the request has ended")
+        if self.producer.transfer_of(request.request_id) is None:
+            self._never_computed(known)
+            return False
+        if request.request_id in self.consumer.by_request:  # it still waits for its conversation's KV
+            self._consumed(self.consumer.aborted(request.request_id, now_s))
+            self._produced(self.producer.drop(request.request_id))
+            return False
         groups = [list(group) for group in block_ids]
         self._produced(
             self.producer.finished(request.request_id, ok=ok, block_ids=groups, cached_tokens=cached, now_s=now_s)
@@ -187,58 +200,77 @@ class SchedulerSide:
 
     # Inside.
 
-    def _why_local(self, request: Any, ticket: Ticket, key: str, computed: int) -> str:
+    def _consumer_finished(self, request: Any, known: Ticketed, block_ids: BlockIds, now_s: float, *, ok: bool) -> None:
+        ticket = known.ticket
+        if ok and ticket.conversation and ticket.parts == 1:
+            self.reuse.keep(request, ticket.conversation, block_ids[0], now_s)
+        self._consumed(self.consumer.aborted(request.request_id, now_s))
+        self._consumed(self.consumer.skip(known.key, ticket.producer_id, "ended before it was scheduled"))
+
+    def _why_local(self, request: Any, known: Ticketed, computed: int) -> str:
         """Why decode computes the prompt itself; empty when it waits for a push."""
         left = len(request.prompt_token_ids) - computed
-        if self.consumer.knows(key):
+        if self.consumer.knows(known.key):
             return "the ticket was used before"
         if left < self.settings.local_below_blocks * self.identity.block_size:
             return "the prefix is here already"
         if not self.link.connected:
             return "the bus is not connected"
-        if self.peers.card(ticket.producer_id, ticket.producer_incarnation) is None:
-            return f"prefill {ticket.producer_id} is not known here"
+        if self.peers.card(known.ticket.producer_id, known.ticket.producer_incarnation) is None:
+            return f"prefill {known.ticket.producer_id} is not known here"
         return ""
 
-    def _register(
-        self, request: Any, ticket: Ticket, block_ids: tuple[list[int], ...], external: int, now_s: float
-    ) -> None:
-        key, digest = self.keys[request.request_id]
-        producer = self.peers.card(ticket.producer_id)
+    def _register(self, request: Any, known: Ticketed, block_ids: BlockIds, external: int, now_s: float) -> None:
+        """Tell the matcher where the push goes."""
+        producer = self.peers.card(known.ticket.producer_id)
         assert producer is not None
         token_count = len(request.prompt_token_ids)
-        size = self.identity.block_size
-        first = (token_count - external) // size
-        groups = [list(group[first : blocks_for(token_count, size)]) for group in block_ids]
-        registration = BlocksRegistered(
-            transfer_id=key,
-            producer_id=producer.engine_id,
-            producer_incarnation=producer.incarnation,
-            consumer_id=self.identity.engine_id,
-            consumer_incarnation=self.identity.incarnation,
-            block_ids=groups,
-            first_block=first,
-            token_count=token_count,
-            prompt_digest=digest,
-            block_size=size,
-            compat_hash=self.identity.compat_hash,
-            consumer_tp_size=self.identity.tp_size,
-            lease_s=ticket.deadline_s,
-            request_id=ticket.request_id,
-            trace_id=ticket.trace_id,
-            span_id=ticket.span_id,
-        )
-        self.orders.expected.append(Expect(key, request.request_id, first, len(groups[0]), producer.tp_size))
-        self._consumed(self.consumer.register(registration, request.request_id, now_s))
+        registration = push_of(self.identity, known, producer, block_ids, token_count, external)
+        self._wait_for(registration, producer.tp_size, request.request_id, now_s)
 
-    def _never_computed(self, ticket: Ticket, key: str) -> None:
+    def _take_back(self, request: Any, ticket: Ticket, block_ids: BlockIds, external: int, now_s: float) -> None:
+        """Register with the decode engine that holds the conversation."""
+        claim = self.reuse.asked(request.request_id, external)
+        holder = self.peers.card(claim.grant.holder_id)
+        assert holder is not None
+        registration = return_of(
+            self.identity, ticket, claim, holder, block_ids, request.prompt_token_ids, self.settings.reuse_wait_s
+        )
+        self._wait_for(registration, holder.tp_size, request.request_id, now_s)
+
+    def _wait_for(self, registration: BlocksRegistered, producer_tp: int, request_id: str, now_s: float) -> None:
+        count = len(registration.block_ids[0])
+        expect = Expect(registration.transfer_id, request_id, registration.first_block, count, producer_tp)
+        self.orders.expected.append(expect)
+        self._consumed(self.consumer.register(registration, request_id, now_s))
+
+    def _gain(self, request: Any, computed: int) -> int:
+        """Tokens that prefill takes back from the decode engine that holds the conversation."""
+        claim = self.reuse.claims.get(request.request_id)
+        if claim is None or self.consumer.knows(claim.grant.transfer_id):
+            return 0
+        grant = claim.grant
+        if self.peers.card(grant.holder_id, grant.holder_incarnation) is None:
+            return 0
+        return self.reuse.gain(request.request_id, computed)
+
+    def _pressed(self, output: Any) -> bool:
+        """Whether requests could not be scheduled for want of blocks."""
+        scheduler = self.handle.scheduler
+        if output.preempted_req_ids:
+            return True
+        if scheduler is None or output.scheduled_new_reqs or not len(scheduler.waiting):
+            return False
+        return bool(len(scheduler.running) < scheduler.max_num_running_reqs)
+
+    def _never_computed(self, known: Ticketed) -> None:
         unavailable = BlocksUnavailable(
-            transfer_id=key,
+            transfer_id=known.key,
             producer_id=self.identity.engine_id,
             reason="aborted",
             detail="the prefill request ended before it was scheduled",
         )
-        self.link.post([Post(to, unavailable) for to in {ticket.consumer_id or MATCHER, MATCHER}])
+        self.link.post([Post(to, unavailable) for to in {known.ticket.consumer_id or MATCHER, MATCHER}])
 
     def _listen(self, now_s: float) -> None:
         while self.gone:
@@ -249,47 +281,17 @@ class SchedulerSide:
             message = self.heard.popleft()
             if isinstance(message, PushOrdered):
                 self.producer.consumer_known(message.transfer_id, message.consumer_id, message.consumer_incarnation)
-                continue
+            self.reuse.hear(message, self.orders, now_s)
             self._consumed(self.consumer.receive(message, now_s))
             self._produced(self.producer.receive(message))
         if now_s - self.ticked_s >= TICK_S:
             self.ticked_s = now_s
             self._consumed(self.consumer.tick(now_s))
             self._produced(self.producer.tick(now_s))
-
-    def _follow(self, output: Any) -> None:
-        """Tell the ranks how far this step brings each producer request."""
-        for new in output.scheduled_new_reqs:
-            if new.req_id in self.tickets:
-                self.cached[new.req_id] = new.num_computed_tokens
-            self._advance(output, new.req_id, new.block_ids, new.num_computed_tokens, restarted=False)
-        cached = output.scheduled_cached_reqs
-        for request_id, block_ids, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            self._advance(output, request_id, block_ids, computed, restarted=request_id in cached.resumed_req_ids)
-        for request_id in output.preempted_req_ids or ():
-            transfer_id = self.producer.transfer_of(request_id)
-            if transfer_id is not None:
-                self.orders.preempted.append(transfer_id)
-
-    def _advance(
-        self, output: Any, request_id: str, block_ids: tuple[list[int], ...] | None, computed: int, *, restarted: bool
-    ) -> None:
-        transfer_id = self.producer.transfer_of(request_id)
-        if transfer_id is None:
-            return
-        done = computed + output.num_scheduled_tokens[request_id]
-        tokens = self.producer.open[transfer_id].terms.token_count
-        final = done >= tokens
-        new = tuple(block_ids[0]) if block_ids else ()
-        first = 0 if restarted else self.told.get(transfer_id, 0)
-        self.told[transfer_id] = first + len(new)
-        ready = blocks_for(tokens, self.identity.block_size) if final else done // self.identity.block_size
-        self.orders.progress.append(Progress(transfer_id, request_id, new, first, ready, final, restarted))
+            self.reuse.tick(now_s)
 
     def _waits(self) -> bool:
-        return bool(self.consumer.open) or self.producer.holding()
+        return bool(self.consumer.open or self.reuse.retention.serving) or self.producer.holding()
 
     def _consumed(self, steps: Steps) -> None:
         self.link.post(steps.posts)
@@ -301,3 +303,4 @@ class SchedulerSide:
         self.orders.admitted += steps.admitted
         self.orders.held += steps.held
         self.orders.released += steps.released
+        self.orders.dropped += steps.dropped

@@ -28,7 +28,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nixl_progress_delay_us: int = 1000
     """Pause of NIXL's progress thread; 0 lets it spin on a core of its own (NIXL's default)."""
     reuse_ttl_s: float = 480.0
+    """Seconds for which a decode engine keeps a conversation's blocks, from the end of the turn; never extended."""
     reuse_min_tokens: int = 64
+    """Fewer reusable tokens than this are recomputed."""
+    reuse_wait_s: float = 5.0
+    """Longest time that a prefill waits for a conversation's KV before it computes all of it."""
     reuse_blocks_max: float = 0.5
     """Share of the engine's blocks that conversations may hold."""
 

@@ -88,7 +88,7 @@ def agent_metadata_of(payload: bytes, compat_hash: str, engine_id: str) -> NixlA
     return metadata
 
 
-def load_of(scheduler: Any, me: Identity) -> LoadReported | None:
+def load_of(scheduler: Any, me: Identity, held_blocks: int) -> LoadReported | None:
     """The scheduler's load, read from another thread: a few integers, each right for itself."""
     if scheduler is None:
         return None
@@ -101,6 +101,7 @@ def load_of(scheduler: Any, me: Identity) -> LoadReported | None:
         free_blocks=scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         total_blocks=me.num_blocks,
         tokens_in_flight=tokens,
+        held_blocks=held_blocks,
     )
 
 

@@ -128,6 +128,14 @@ class WritingCore:
         push.dead = True
         return self._settle(push)
 
+    def drop(self, transfer_id: str) -> Moves:
+        """The request has ended before anything was computed: write nothing, report nothing."""
+        push = self.pushes.get(transfer_id)
+        if push is None:
+            return Moves()
+        push.dead, push.terms = True, None
+        return self._settle(push)
+
     # What the bus says.
 
     def receive(self, message: Message, now_s: float) -> Moves:
@@ -214,6 +222,12 @@ class WritingCore:
 
     may_write: bool = True
     """Our own presence is renewed. Set by the thread around this core immediately before it fires."""
+    lease: int = 0
+    """Lease of our own card, 0 while it is not known; set with `may_write`."""
+
+    def is_void(self, push: Push) -> bool:
+        """Our card has lapsed since the order was given: its consumer may count us as fenced and have freed."""
+        return push.order is not None and 0 < push.order.producer_lease < self.lease
 
     def _ordered(self, order: PushOrdered, now_s: float) -> Moves:
         if order.transfer_id in self.tombstones:
@@ -262,6 +276,10 @@ class WritingCore:
         order, terms = push.order, push.terms
         if order is None or terms is None or push.dead or not self.may_write:
             return Moves()
+        if self.is_void(push):
+            return self.refused(push.transfer_id, "our presence has lapsed since the order was given")
+        if order.producer_lease > self.lease > 0:
+            return Moves()  # our own newer card is on its way to us
         if now_s >= push.lease_end_s:
             return Moves()
         if (order.prompt_digest, order.token_count) != (terms.prompt_digest, terms.token_count):

@@ -111,6 +111,7 @@ def order_of(registration: BlocksRegistered, producer_incarnation: str, lease_s:
         transfer_id=registration.transfer_id,
         producer_id=registration.producer_id,
         producer_incarnation=producer_incarnation,
+        producer_lease=registration.producer_lease,
         consumer_id=registration.consumer_id,
         consumer_incarnation=registration.consumer_incarnation,
         block_ids=registration.block_ids,
@@ -120,6 +121,7 @@ def order_of(registration: BlocksRegistered, producer_incarnation: str, lease_s:
         consumer_tp_size=registration.consumer_tp_size,
         lease_s=lease_s,
         reuse=registration.reuse,
+        offer_id=registration.offer_id,
         trace_id=registration.trace_id,
         span_id=registration.span_id,
     )
