@@ -54,6 +54,7 @@ def _ends(
     return {
         "producer_id": producer.engine_id,
         "producer_incarnation": producer.incarnation,
+        "producer_lease": producer.lease,
         "consumer_id": me.engine_id,
         "consumer_incarnation": me.incarnation,
         "block_ids": [list(group[first : blocks_for(count, me.block_size)]) for group in block_ids],

@@ -8,80 +8,23 @@ PushQuiesced, and only then does it report the request as sent.
 This is a core: facts and the time in, `Moves` out; the thread around it posts the WRITEs and polls their handles.
 """
 
-from dataclasses import dataclass, field
-
-from kvbus.engine.facts import MATCHER, Progress, Terms, blocks_for
-from kvbus_schemas import CancelOrdered, Message, Post, PushDone, PushFailed, PushOrdered, PushQuiesced, TransferClosed
+from kvbus.engine.facts import Progress, Terms, blocks_for
+from kvbus.engine.pushes import Moves, Push, Speaker, Write, both_prompts
+from kvbus_schemas import CancelOrdered, Message, PushOrdered, TransferClosed
 from kvbus_schemas.transfer import QuiesceState
 
 TRANSFERS_MAX = 8192
 """Orders that are kept without a request of ours; the oldest go first."""
 
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """One contiguous run of prompt blocks to be written to one consumer."""
-
-    write_id: str
-    transfer_id: str
-    consumer_id: str
-    consumer_incarnation: str
-    first: int
-    source_blocks: tuple[int, ...]
-    target_blocks: tuple[int, ...]
-
-
-@dataclass
-class Moves:
-    """What has to happen now."""
-
-    writes: list[Write] = field(default_factory=list)
-    posts: list[Post] = field(default_factory=list)
-    sent: list[str] = field(default_factory=list)
-    """Requests to report to vLLM as sent: each once."""
-
-    def add(self, more: "Moves") -> None:
-        self.writes += more.writes
-        self.posts += more.posts
-        self.sent += more.sent
-
-
-@dataclass
-class Push:
-    """One transfer on this rank."""
-
-    transfer_id: str
-    terms: Terms | None = None
-    order: PushOrdered | None = None
-    lease_end_s: float = 0.0
-    source: list[int] = field(default_factory=list)
-    ready: int = 0
-    final: bool = False
-    final_s: float = 0.0
-    next: int = 0
-    """Position of the first block that no WRITE has been submitted for."""
-    in_flight: dict[str, tuple[int, int, float]] = field(default_factory=dict)
-    written: list[tuple[int, int]] = field(default_factory=list)
-    bytes: int = 0
-    tail_bytes: int = 0
-    writes: int = 0
-    first_write_s: float = 0.0
-    last_submit_s: float = 0.0
-    ordered_s: float = 0.0
-    held: bool = False
-    dead: bool = False
-    failed: bool = False
-    ask_quiet: str = ""
-    """Who wants to hear PushQuiesced."""
-    done_said: bool = False
-    sent_said: bool = False
+__all__ = ["Moves", "Push", "Write", "WritingCore"]
 
 
 class WritingCore:
     """All pushes of one producer rank. `block_bytes` is what one block of this rank weighs, all layers."""
 
     def __init__(self, me: str, rank: int, ranks: int, block_size: int, block_bytes: int, *, progressive: bool) -> None:
-        self.me, self.rank, self.ranks = me, rank, ranks
+        self.me = me
+        self.speaker = Speaker(me, rank, ranks)
         self.block_size, self.block_bytes = block_size, block_bytes
         self.progressive = progressive
         self.pushes: dict[str, Push] = {}
@@ -169,7 +112,7 @@ class WritingCore:
             push.bytes += count * self.block_bytes
         elif not push.failed:
             push.failed = push.dead = True
-            moves.posts.append(self._failure(push, detail or "the WRITE failed"))
+            moves.posts.append(self.speaker.failure(push, detail or "the WRITE failed"))
         moves.add(self._done(push, now_s))
         moves.add(self._settle(push))
         return moves
@@ -180,7 +123,7 @@ class WritingCore:
         if push is None or push.failed:
             return Moves()
         push.failed = push.dead = True
-        moves = Moves(posts=[self._failure(push, detail)] if push.order else [])
+        moves = Moves(posts=[self.speaker.failure(push, detail)] if push.order else [])
         moves.add(self._settle(push))
         return moves
 
@@ -249,7 +192,7 @@ class WritingCore:
             state: QuiesceState = "finished" if order.transfer_id in self.tombstones else "never_started"
             self._entomb(order.transfer_id)
             if order.consumer_id:
-                moves.posts.append(self._quiet(order.transfer_id, order.consumer_id, state))
+                moves.posts.append(self.speaker.quiet(order.transfer_id, order.consumer_id, state))
             return moves
         return self._cancel(push, order)
 
@@ -283,7 +226,7 @@ class WritingCore:
         if now_s >= push.lease_end_s:
             return Moves()
         if (order.prompt_digest, order.token_count) != (terms.prompt_digest, terms.token_count):
-            return self.refused(push.transfer_id, "the prompts differ: " + _both(order, terms))
+            return self.refused(push.transfer_id, "the prompts differ: " + both_prompts(order, terms))
         end = min(push.ready, order.first_block + len(order.block_ids[0]))
         if end <= push.next or not (self.progressive or push.final):
             return Moves()
@@ -314,23 +257,7 @@ class WritingCore:
         if push.done_said or push.failed or not self._complete(push):
             return Moves()
         push.done_said = True
-        assert push.order is not None
-        ready_s = max(push.final_s, push.ordered_s)
-        done = PushDone(
-            transfer_id=push.transfer_id,
-            producer_id=self.me,
-            consumer_id=push.order.consumer_id,
-            rank=self.rank,
-            ranks=self.ranks,
-            ranges=push.written,
-            bytes=push.bytes,
-            duration_ms=round((now_s - push.first_write_s) * 1e3, 3),
-            writes=push.writes,
-            tail_bytes=push.tail_bytes,
-            submit_ms=round(max(push.last_submit_s - ready_s, 0.0) * 1e3, 3),
-            ordered_before_ready=push.ordered_s <= push.final_s,
-        )
-        return Moves(posts=[Post(push.order.consumer_id, done)])
+        return Moves(posts=[self.speaker.done(push, now_s)])
 
     def _settle(self, push: Push) -> Moves:
         """Say what there is to say once nothing of this transfer is in flight any more."""
@@ -340,7 +267,7 @@ class WritingCore:
             return moves
         if push.ask_quiet:
             state: QuiesceState = "failed" if push.failed else "finished" if push.written else "never_started"
-            moves.posts.append(self._quiet(push.transfer_id, push.ask_quiet, state))
+            moves.posts.append(self.speaker.quiet(push.transfer_id, push.ask_quiet, state))
             push.ask_quiet = ""
         if push.held and push.terms and not push.sent_said:
             push.sent_said = True
@@ -373,40 +300,6 @@ class WritingCore:
             return push.ready
         done = sum(count for _, count in push.written)
         return max(push.ready - push.order.first_block - done, 0)
-
-    def _quiet(self, transfer_id: str, to: str, state: QuiesceState) -> Post:
-        return Post(
-            to,
-            PushQuiesced(
-                transfer_id=transfer_id,
-                producer_id=self.me,
-                consumer_id=to,
-                rank=self.rank,
-                ranks=self.ranks,
-                state=state,
-            ),
-        )
-
-    def _failure(self, push: Push, detail: str) -> Post:
-        to = push.order.consumer_id if push.order else MATCHER
-        return Post(
-            to,
-            PushFailed(
-                transfer_id=push.transfer_id,
-                producer_id=self.me,
-                consumer_id=to,
-                rank=self.rank,
-                reason="write_failed",
-                detail=detail,
-            ),
-        )
-
-
-def _both(order: PushOrdered, terms: Terms) -> str:
-    return (
-        f"{order.token_count} tokens ({order.prompt_digest}) were registered, "
-        f"{terms.token_count} ({terms.prompt_digest}) are computed"
-    )
 
 
 def whole_of(transfer_id: str) -> str:
