@@ -30,7 +30,7 @@ class Block:
         """The request that it was taken from by preemption, until the next forward pass begins."""
         self.cells: list[Tokens | None] = [None] * SHARDS
         self.key: Tokens | None = None
-        self.readers = 0
+        self.readers: list[NicWrite] = []
         self.incoming: list[NicWrite] = []
 
 
@@ -97,13 +97,13 @@ class Memory:
         for block_id in reversed(block_ids):
             block = self.blocks[block_id]
             block.owners.remove(request)
-            if block.owners:
-                continue
-            self.free.append(block_id)
             if preempted:
                 block.lent = request
                 self.lent.append(block_id)
-            elif block.readers:
+            if block.owners:
+                continue
+            self.free.append(block_id)
+            if block.readers and not preempted:
                 self._violate(request, f"block {block_id} was freed while a WRITE reads it", "1 source")
             for nic in block.incoming:
                 if nic.may_land():
@@ -113,9 +113,9 @@ class Memory:
         """Blocks that preemption took can be overwritten from now on."""
         for block_id in self.lent:
             block = self.blocks[block_id]
-            if block.readers and block.lent is not None:
-                self._violate(block.lent, f"preempted block {block_id} is reused while a WRITE reads it", "1 source")
-            block.lent = None
+            request, block.lent = block.lent, None
+            if request is not None and any(nic.write.transfer_id == request.transfer_id for nic in block.readers):
+                self._violate(request, f"preempted block {block_id} is reused while a WRITE reads it", "1 source")
         self.lent = []
 
     def lends_to(self, block_id: int, transfer_id: str) -> bool:

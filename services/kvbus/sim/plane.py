@@ -77,7 +77,7 @@ class Fabric:
         nic.handle = self._handles
         self.writes[nic.handle] = nic
         for block_id in nic.write.source_blocks:
-            nic.source.blocks[block_id].readers += 1
+            nic.source.blocks[block_id].readers.append(nic)
         for block_id in nic.write.target_blocks:
             nic.target.memory.blocks[block_id].incoming.append(nic)
         rng, weather = self.world.rng, self.weather
@@ -139,7 +139,7 @@ class Fabric:
         nic.state = state
         del self.writes[nic.handle]
         for block_id in nic.write.source_blocks:
-            nic.source.blocks[block_id].readers -= 1
+            nic.source.blocks[block_id].readers.remove(nic)
         for block_id in nic.write.target_blocks:
             nic.target.memory.blocks[block_id].incoming.remove(nic)
 

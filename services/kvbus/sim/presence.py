@@ -7,6 +7,9 @@ asks; a fault stops the rhythm and starts the expiry.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
+from kvbus.engine.link import LAPSE_S
 from kvbus.engine.peers import PRESENCE_LEASE_S, PRESENCE_RENEW_S
 from kvbus.presence import Cards
 from kvbus.sim.bus import Station
@@ -31,6 +34,8 @@ class Entry:
     """When the puts of the running rhythm began; None: nobody puts."""
     present: bool = False
     turn: int = 0
+    lease: int = 1
+    was_put: bool = False
 
 
 @dataclass(slots=True)
@@ -42,6 +47,8 @@ class Watcher:
     own_id: str = ""
     echo_s: float = 0.001
     own_seen_s: float = -1e9
+    """When the newest of its own engine's cards that it has seen was put."""
+    own_lease: int = 0
     last_s: float = 0.0
     known: set[str] = field(default_factory=set)
 
@@ -136,7 +143,7 @@ class Presence:
             if put_s + watcher.echo_s > self.world.now:
                 put_s -= PRESENCE_RENEW_S
             if put_s >= entry.rhythm_s:
-                watcher.own_seen_s = max(watcher.own_seen_s, put_s)
+                self._see_own(watcher, entry, put_s)
         return watcher.own_seen_s
 
     def freeze_own(self, station: Station) -> None:
@@ -155,11 +162,11 @@ class Presence:
         if entry is not None and watcher.station.connected:
             put_s = self.put_s(entry)
             if put_s + watcher.echo_s > watcher.station.process.paused_at_s:
-                watcher.own_seen_s = self.seen_at_s(put_s)
+                self._see_own(watcher, entry, put_s)
 
-    def seen_at_s(self, put_s: float) -> float:
-        """Since when a card that is read now, and was put at `put_s`, counts as fresh."""
-        return self.world.now
+    def _see_own(self, watcher: Watcher, entry: Entry, put_s: float) -> None:
+        watcher.own_seen_s = max(watcher.own_seen_s, put_s)
+        watcher.own_lease = entry.lease
 
     # Inside.
 
@@ -173,6 +180,10 @@ class Presence:
             return
         was_there, entry.present = entry.present, True
         if not was_there:
+            if entry.was_put and self.world.now - entry.put_s > LAPSE_S:
+                entry.lease += 1
+            entry.was_put = True
+            entry.card = msgspec.structs.replace(entry.card, lease=entry.lease)
             self._tell_all(entry.card.engine_id, entry.card)
 
     def _freeze(self, entry: Entry) -> None:
@@ -215,6 +226,6 @@ class Presence:
         for engine_id, entry in self.entries.items():
             if engine_id == watcher.own_id:
                 if entry.present:
-                    watcher.own_seen_s = max(watcher.own_seen_s, self.seen_at_s(self.put_s(entry)))
+                    self._see_own(watcher, entry, self.put_s(entry))
             else:
                 self._tell(watcher, engine_id, entry.card if entry.present else None)

@@ -34,6 +34,11 @@ class SimLink(Link):
     def connected(self) -> bool:
         return not self._station.cuts
 
+    @property
+    def lease(self) -> int:
+        self._presence.own_seen_s(self._watcher)
+        return self._watcher.own_lease
+
     def presence_fresh(self, within_s: float) -> bool:
         seen_s = self._presence.own_seen_s(self._watcher)
         return (self._sim_bus.world.now - seen_s) * self._station.process.rate <= within_s
@@ -68,13 +73,13 @@ class SimRank(RankSide):
         self.news = news
         self.peers: dict[str, EngineCard] = {}
         self._changed = _NeverWaits(self._lock)
-        self._quiet: tuple[set[str], float, Callable[[], None]] | None = None
-        self._renews = self._retries = False
+        self.sim_waits: tuple[set[str], float, Callable[[], None]] | None = None
+        self.sim_renews = self.sim_retries = False
 
     def turn(self) -> None:
         """One turn of the rank's thread; while it waits for WRITEs to end, it does nothing else."""
         try:
-            if self._quiet is not None:
+            if self.sim_waits is not None:
                 self._poll_writes()
             else:
                 self._inbox.put(_nothing)
@@ -103,33 +108,33 @@ class SimRank(RankSide):
         """`before_forward`, which waits for WRITEs that read preempted blocks: `ready` is called when there are none."""
         self.turn()
         pending = self._reading(orders.preempted)
-        self._quiet = (pending, self.world.now + QUIET_WAIT_S, ready)
+        self.sim_waits = (pending, self.world.now + QUIET_WAIT_S, ready)
         self.world.after(QUIET_WAIT_S, self.process, self.turn)
         self._after_turn()
 
     def _after_turn(self) -> None:
-        if self._quiet is not None:
-            pending, until_s, ready = self._quiet
+        if self.sim_waits is not None:
+            pending, until_s, ready = self.sim_waits
             if not pending & self._open.keys() or self.world.now >= until_s:
-                self._quiet = None
+                self.sim_waits = None
                 ready()
                 self.world.after(0.0, self.process, self.turn)
-        if self._waiting_for and not self._retries:
-            self._retries = True
+        if self._waiting_for and not self.sim_retries:
+            self.sim_retries = True
             self.world.after(RETRY_S, self.process, self._retry_turn)
-        if not self._renews and not self.writing.may_write and any(p.terms for p in self.writing.pushes.values()):
-            self._renews = True
+        if not self.sim_renews and not self.writing.may_write and any(p.terms for p in self.writing.pushes.values()):
+            self.sim_renews = True
             self.world.after(PRESENCE_RENEW_S * self.world.rng.random(), self.process, self._renewed)
         if self._sent or self.landing._reports.finished:  # noqa: SLF001  (what the next `results` would give)
             self.news()
 
     def _retry_turn(self) -> None:
-        self._retries = False
+        self.sim_retries = False
         self.turn()
 
     def _renewed(self) -> None:
         """Peers renew their cards, which is when a rank tries again what it could not write."""
-        self._renews = False
+        self.sim_renews = False
         for card in list(self.peers.values()):
             self.seen(card)
         self.turn()

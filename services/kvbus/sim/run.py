@@ -66,6 +66,7 @@ class Sim:
         self.router = SimRouter(self.world, self.bus, self.presence, self.engines)
         self.deadline_s = 0.0
         self.busy_s = 2.0 + 8.0 * bool(self.weather.shocks)
+        self.arrivals_s: list[float] = []
         self._plan()
         self.shocks = Shocks(self, self.busy_s)
 
@@ -138,6 +139,7 @@ class Sim:
                 prompt = (other[: rng.randrange(len(other) + 1)] + prompt)[:PROMPT_MAX]
             prompts.append(prompt)
             at_s = 0.2 + (0.1 if at_once else self.busy_s - 0.5) * rng.random() ** 2
+            self.arrivals_s.append(at_s)
             self.world.after(at_s, self.router.process, self._arrive, f"q{number}", prompt)
 
     def _arrive(self, request_id: str, prompt: Tokens) -> None:

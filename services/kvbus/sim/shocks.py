@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from kvbus.sim.run import Sim
 
 RESTART_MAX_S = 8.0
+NEAR_SHARE, NEAR_S = 0.6, 0.15
+"""So many faults come within so many seconds of a request, where they hurt most."""
 
 
 class Shocks:
@@ -20,8 +22,11 @@ class Shocks:
         self.sim, self.world = sim, sim.world
         self.last_s = 0.0
         """When the last fault is over."""
+        rng = self.world.rng
         for kind in sim.weather.shocks:
-            at_s = busy_s * self.world.rng.random()
+            at_s = busy_s * rng.random()
+            if rng.random() < NEAR_SHARE:
+                at_s = rng.choice(sim.arrivals_s) + NEAR_S * rng.random()
             self.world.after(at_s, None, getattr(self, f"_{kind}"))
 
     def _span(self, longest_s: float) -> float:
