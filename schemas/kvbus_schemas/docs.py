@@ -224,7 +224,7 @@ def field_docs(kind: type) -> dict[str, str]:
     """The docstrings that stand under a class's fields, those of its bases included."""
     docs: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        if base.__module__.startswith("kvbus_schemas"):
+        if base.__module__.startswith(("kvbus_schemas", "kvbus.")):
             docs |= _own_field_docs(base)
     return docs
 

@@ -15,16 +15,24 @@ class Form(StrEnum):
 
     JSON = "json"
     ASYNCAPI = "asyncapi"
+    SETTINGS = "settings"
 
 
 def document(form: Form) -> str:
-    """The document as it is checked in under schemas/."""
+    """The document as it is checked in under schemas/; the settings as they stand in the README."""
+    if form is Form.SETTINGS:
+        from kvbus.settings_table import markdown
+
+        return markdown()
     return docs.text_of(docs.json_schema() if form is Form.JSON else docs.asyncapi(__version__))
 
 
 def schema(
     form: Annotated[
-        Form, typer.Argument(help="json: JSON Schema of every message; asyncapi: the whole bus")
+        Form,
+        typer.Argument(
+            help="json: JSON Schema of every message; asyncapi: the whole bus; settings: every setting, Markdown"
+        ),
     ] = Form.JSON,
     out: Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")] = None,
 ) -> None:

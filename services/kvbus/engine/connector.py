@@ -253,7 +253,4 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
 
 
 def _link(identity: Identity, settings: EngineSettings, name: str) -> Link:
-    from kvbus.bus import BusSettings
-
-    bus = BusSettings(nats=settings.nats, nkey_seed_file=settings.nkey_seed_file, tls_ca=settings.tls_ca)
-    return Link(bus, name=name, engine_id=identity.engine_id, incarnation=identity.incarnation)
+    return Link(settings, name=name, engine_id=identity.engine_id, incarnation=identity.incarnation)

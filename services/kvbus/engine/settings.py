@@ -2,17 +2,13 @@
 
 from typing import Any, Literal
 
-import msgspec
-
+from kvbus.bus import BusSettings
 from kvbus.settings import load
 
 
-class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EngineSettings(BusSettings, frozen=True, forbid_unknown_fields=True):
     """How an engine takes part on the bus."""
 
-    nats: str = "nats://127.0.0.1:4222"
-    nkey_seed_file: str = ""
-    tls_ca: str = ""
     http_url: str = ""
     """Where routers reach this engine's HTTP server, for example http://10.0.0.5:8000; empty: it is not routed to."""
     incarnation: str = ""
