@@ -13,8 +13,9 @@ import pytest
 import pytest_asyncio
 from tests.light_world import Answer, all_quiet, ask
 
+from kvbus.light.language import tokens_of
 from kvbus.local.fleet import Fleet, FleetOptions, start_fleet
-from kvbus_schemas import Ticket
+from kvbus_schemas import AnyMessage, ReuseGrant, ReuseOffered, Ticket, subjects
 
 LONG = "Everything that is decided inside the engines becomes a subscriber that can be watched. " * 12
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -141,6 +142,58 @@ async def test_a_bad_ticket_is_a_400_that_says_why(
         error = (await response.json())["error"]
     assert (response.status, error["type"]) == (400, "invalid_ticket")
     assert says in error["message"]
+
+
+async def hand_over(
+    http: aiohttp.ClientSession, fleet: Fleet, ticket: Ticket, prompt: list[int], grant: ReuseGrant | None = None
+) -> tuple[dict[str, Any], list[int]]:
+    """Send both legs, as a router would: what prefill says of its claim, and decode's tokens."""
+    body = {"prompt": prompt, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}
+    legs = {
+        ticket.producer_id: body
+        | {"max_tokens": 1}
+        | {"kv_transfer_params": msgspec.structs.replace(ticket, reuse=grant, conversation="").to_params()},
+        ticket.consumer_id: body | {"kv_transfer_params": msgspec.structs.replace(ticket, role="consume").to_params()},
+    }
+
+    async def send(engine_id: str, leg: dict[str, Any]) -> dict[str, Any]:
+        async with http.post(fleet.engine(engine_id).url + "/v1/completions", json=leg) as response:
+            answer: dict[str, Any] = await response.json()
+            assert response.status == 200, answer
+            return answer
+
+    prefilled, decoded = await asyncio.gather(*(send(*leg) for leg in legs.items()))
+    return (prefilled["kv_transfer_params"] or {}).get("kvbus", {}), decoded["choices"][0]["token_ids"]
+
+
+@pytest.mark.nats
+async def test_the_next_turn_takes_the_conversations_kv_back_from_decode(
+    fleet: Fleet, http: aiohttp.ClientSession
+) -> None:
+    offers: asyncio.Queue[AnyMessage] = asyncio.Queue()
+    assert fleet.bus is not None
+    await fleet.bus.subscribe(subjects.of_kind(ReuseOffered), offers.put)
+    ticket = Ticket(transfer_id="1" * 32, role="produce", mode="early", producer_id="prefill-0", consumer_id="decode-0")
+    prompt = tokens_of(f"a conversation: {LONG}")
+    _, answer = await hand_over(http, fleet, msgspec.structs.replace(ticket, conversation="c" * 32), prompt)
+    offer = await asyncio.wait_for(offers.get(), 5)
+    assert isinstance(offer, ReuseOffered)
+    assert offer.token_count == len(prompt) + len(answer) - 1
+    grant = ReuseGrant(
+        transfer_id="3" * 32,
+        offer_id=offer.offer_id,
+        holder_id="decode-0",
+        holder_incarnation=offer.incarnation,
+        conversation=offer.conversation,
+        token_count=offer.token_count,
+        block_size=offer.block_size,
+        chain=offer.chain,
+    )
+    ticket = msgspec.structs.replace(ticket, transfer_id="2" * 32, producer_id="prefill-1", consumer_id="decode-1")
+    prompt += answer + tokens_of(" and the next turn")
+    said, answer = await hand_over(http, fleet, ticket, prompt, grant)
+    assert said == {"reused_tokens": offer.token_count, "reuse": "hit"}
+    assert (await ask(http, fleet.plain_url, {"prompt": prompt, "max_tokens": 40})).tokens == [answer]
 
 
 @pytest.mark.nats

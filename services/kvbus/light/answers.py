@@ -24,6 +24,7 @@ class Answering:
         self.tokens: list[list[int]] = [[] for _ in range(count)]
         self.reasons = [""] * count
         self.cached_tokens = 0
+        self.params: dict[str, Any] | None = None
 
     @property
     def ended(self) -> bool:
@@ -40,6 +41,7 @@ class Answering:
             self.tokens[index].append(delta.token)
         self.reasons[index] = delta.finish_reason
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        self.params = self.params or delta.params
 
     def prompt_of(self, index: int) -> list[int]:
         return self.asked.prompts[index // self.asked.n]
@@ -48,7 +50,7 @@ class Answering:
         """The answer to a request that does not stream."""
         kind = "chat.completion" if self.asked.chat else "text_completion"
         choices = [self._choice(index) for index in range(len(self.tokens))]
-        answer = self._head(kind) | {"choices": choices, "usage": self.usage(), "kv_transfer_params": None}
+        answer = self._head(kind) | {"choices": choices, "usage": self.usage(), "kv_transfer_params": self.params}
         if self.asked.chat and self.asked.body.return_token_ids:
             answer["prompt_token_ids"] = self.asked.prompts[0]
         return _encode(answer)

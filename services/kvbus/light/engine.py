@@ -75,7 +75,14 @@ class LightEngine:
         side, rank = self._side, self._rank
         self._rank_link.start(LinkHandlers(hear=rank.hear, seen=self._meet, gone=rank.gone))
         self._link.start(
-            LinkHandlers(hear=side.hear, seen=side.seen, gone=side.engine_gone, card=self.card, load=self.load)
+            LinkHandlers(
+                hear=side.hear,
+                seen=side.seen,
+                gone=side.engine_gone,
+                card=self.card,
+                load=self.load,
+                keep_time=side.keep_time,
+            )
         )
 
     def drain(self) -> None:
@@ -96,6 +103,7 @@ class LightEngine:
         have = {
             "push": True,
             "progressive": self.bus.progressive,
+            "reuse": True,
             MATCHES_ITSELF: self._link.own_matcher is not None,
         }
         return EngineCard(
@@ -127,6 +135,7 @@ class LightEngine:
             free_blocks=scheduler.pool.get_num_free_blocks(),
             total_blocks=self.identity.num_blocks,
             tokens_in_flight=scheduler.tokens_in_flight(),
+            held_blocks=self._side.reuse.retention.blocks,
         )
 
     def _meet(self, card: EngineCard) -> None:

@@ -23,6 +23,15 @@ NO_ROOM_WAIT_S = 0.005
 class Inbox(EngineHandle):
     """What the engine is asked to do; its condition is also what the connector's hooks sleep on."""
 
+    light_scheduler: Scheduler | None = None
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        return self.light_scheduler
+
+    def wake_idle(self) -> None:
+        self.put(_nothing)
+
     def put(self, work: Callable[[], None]) -> None:
         """Do this at the beginning of a step. From any thread."""
         self._own.put(work)
@@ -33,6 +42,10 @@ class Inbox(EngineHandle):
         while not self._own.empty():
             works.append(self._own.get())
         return works
+
+
+def _nothing() -> None:
+    """Work that is only there to have a step taken."""
 
 
 class EngineLoop:
@@ -49,6 +62,7 @@ class EngineLoop:
         eos_every: int,
     ) -> None:
         self.scheduler, self.rank, self.inbox = scheduler, rank, inbox
+        inbox.light_scheduler = scheduler
         self.token_s, self.prefill_tokens_per_s = token_us / 1e6, prefill_tokens_per_s
         self.eos_every = eos_every
         self.failed = False
@@ -73,8 +87,13 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        """Whether no request runs, waits or holds blocks."""
-        return not self.scheduler.requests
+        """Whether no request runs, waits or holds blocks, and nothing that is kept is being written to anybody."""
+        return not (self.scheduler.requests or self.scheduler.side.reuse.retention.serving)
+
+    @property
+    def _due(self) -> bool:
+        """Whether a step has something to do, or to wait for."""
+        return not self.idle or self.scheduler.side.has_news()
 
     def _stop(self) -> None:
         self._stopping = True
@@ -82,9 +101,9 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                for work in self.inbox.take(wait=self.idle):
+                for work in self.inbox.take(wait=not self._due):
                     work()
-                if not self.idle:
+                if self._due:
                     self._step()
         except Exception:
             self.failed = True
@@ -101,13 +120,14 @@ class EngineLoop:
         sampled = self._forward(step)
         self.rank.step(orders, None)
         self.scheduler.update(step, sampled, *self.rank.results(orders))
+        self.scheduler.side.reuse.quiet(self.rank.take_quiet())
         if not step.num_scheduled_tokens and not orders and self._stuck():
             self.inbox.wait(NO_ROOM_WAIT_S, lambda: False)
 
     def _stuck(self) -> bool:
         """Whether `build` has not slept although there was nothing to do."""
         side = self.scheduler.side
-        return not side.consumer.open and not side.producer.holding()
+        return not (side.consumer.open or side.producer.holding() or side.reuse.retention.serving)
 
     def _forward(self, step: Step) -> dict[str, int]:
         """Compute. Blocks change when the time has passed: what is written elsewhere too early is seen there."""

@@ -33,6 +33,8 @@ class Delta:
     finish_reason: str = ""
     """`stop`, `length` or `abort` at the end; empty before."""
     cached_tokens: int = 0
+    params: dict[str, Any] | None = None
+    """At the end: `kv_transfer_params` of the reply."""
 
 
 @dataclass(eq=False)

@@ -73,8 +73,8 @@ class Scheduler:
     def __init__(self, side: SchedulerSide, memory: KvMemory, *, max_seqs: int, max_batched_tokens: int) -> None:
         self.side, self.memory = side, memory
         self.block_size = memory.block_size
-        self.pool = BlockPool(memory.blocks)
-        self.max_seqs, self.max_batched_tokens = max_seqs, max_batched_tokens
+        self.pool = side.reuse.pool = BlockPool(memory.blocks)
+        self.max_num_running_reqs, self.max_batched_tokens = max_seqs, max_batched_tokens
         self.requests: dict[str, Request] = {}
         """Every request that holds blocks or wants to, also after its end."""
         self.waiting: deque[Request] = deque()
@@ -156,7 +156,7 @@ class Scheduler:
 
     def _admit_waiting(self, step: Step) -> None:
         later: list[Request] = []
-        while self.waiting and self._left > 0 and len(self.running) < self.max_seqs:
+        while self.waiting and self._left > 0 and len(self.running) < self.max_num_running_reqs:
             request = self.waiting.popleft()
             admitted = self._admit(step, request)
             if admitted is _Admitted.NO_ROOM:
@@ -266,7 +266,7 @@ class Scheduler:
         if not (held or was_parked):
             self._forget(request)
         reason = FINISH_REASONS.get(status, "abort")
-        request.deliver(Delta(token, reason, cached_tokens=max(request.num_cached_tokens, 0)))
+        request.deliver(Delta(token, reason, max(request.num_cached_tokens, 0), self.side.reply_of(request)))
 
     def _received(self, request: Request, *, failed: bool) -> None:
         if request.status.finished:
