@@ -20,6 +20,8 @@ from kvbus_schemas import AnyMessage, EngineCard, LoadReported, Message, Role, e
 
 M = TypeVar("M", bound=Message)
 CARD_TTL_S = 6.0
+TEST_TTL_S = 60.0
+"""Cards here are not renewed; engines take them away when they stop."""
 WAIT_S = 5.0
 SSE = {"content-type": "text/event-stream; charset=utf-8"}
 COMPLETION = {"prompt": "a b c", "max_tokens": 4}
@@ -98,7 +100,7 @@ class Engine:
             draining=draining,
         )
         bucket = await self.bus.bucket(subjects.ENGINES_BUCKET, ttl_hint_s=CARD_TTL_S)
-        await bucket.put(self.engine_id, encode(self.bus.envelope(card)), ttl_s=CARD_TTL_S)
+        await bucket.put(self.engine_id, encode(self.bus.envelope(card)), ttl_s=TEST_TTL_S)
 
     async def report(self, *, running: int, waiting: int = 0) -> None:
         """Report a load."""
