@@ -10,7 +10,20 @@ import typer
 
 from kvbus.errors import ConfigError, KvbusError
 
-COMMANDS = ("router", "matcher", "trace", "schema", "doctor", "engine", "sim_engine", "up", "demo", "bench")
+COMMANDS = (
+    "router",
+    "matcher",
+    "reuse",
+    "trace",
+    "schema",
+    "doctor",
+    "engine",
+    "sim_engine",
+    "up",
+    "demo",
+    "bench",
+    "sim",
+)
 
 app = typer.Typer(
     name="kvbus",
