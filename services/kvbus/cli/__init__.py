@@ -22,7 +22,6 @@ COMMANDS = (
     "up",
     "demo",
     "bench",
-    "sim",
 )
 
 app = typer.Typer(
