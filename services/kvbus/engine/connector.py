@@ -27,6 +27,7 @@ from kvbus.engine.handle import EngineHandle, unpin_threads
 from kvbus.engine.identity import Identity
 from kvbus.engine.landing import LandingCore
 from kvbus.engine.link import Link, LinkHandlers
+from kvbus.engine.nudge import Ear, Nudge
 from kvbus.engine.own_matcher import CAPABILITY as MATCHES_ITSELF
 from kvbus.engine.own_matcher import OwnMatcher
 from kvbus.engine.rank import RankSide
@@ -80,6 +81,7 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
                 self._link.own_matcher = OwnMatcher(self._identity.engine_id)
             handle = EngineHandle(vllm_parts.WAKEUP)
             self._scheduler_side = SchedulerSide(self._identity, self._settings, self._link, handle)
+            self._ear = Ear(self._identity.nixl_id, handle.notify)
         else:
             vllm_parts.quiet_nixl(self._settings.nixl_progress_delay_us)
             vllm_parts.nap_between_messages()
@@ -196,6 +198,7 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
             progressive=self._settings.progressive,
         )
         self._rank_side = RankSide(self._plane, writing, LandingCore(self._plane.rank, me.tp_size), self._link)
+        self._rank_side.nudge = Nudge(self._identity.nixl_id)
         self._rank_side.start()
         side = self._rank_side
         self._link.start(LinkHandlers(hear=side.hear, seen=self._meet, gone=side.gone))

@@ -71,6 +71,10 @@ class LandingCore:
         if transfer_id is not None:
             self._report(self.open[transfer_id], failed=failed)
 
+    def has_reports(self) -> bool:
+        """Whether the next step has something to report."""
+        return bool(self._reports.finished)
+
     def take_reports(self) -> Reports:
         """What to report in this step; each request once."""
         reports, self._reports = self._reports, Reports()

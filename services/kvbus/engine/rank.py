@@ -23,7 +23,8 @@ from kvbus_schemas import EngineCard, Message, PushDone
 log = structlog.get_logger()
 
 POLL_WRITES_S = 200e-6
-POLL_NOTES_S = 2e-3
+POLL_NOTES_S = 5e-3
+"""Without a hint. PushDone hints, and comes at about the same time as a note."""
 POLL_HINTED_S = 200e-6
 HINT_S = 0.05
 """How long after a hint the notes are polled fast."""
@@ -81,6 +82,8 @@ class RankSide:
         self._waiting_for: dict[str, Write] = {}
         self._thread = threading.Thread(target=self._run, name="kvbus-rank", daemon=True)
         self.handshakes: list[tuple[str, float]] = []
+        self.nudge: Callable[[], None] = _nobody
+        """Wakes the engine's scheduler, which may be waiting for nothing but this rank."""
 
     def start(self) -> None:
         self._thread.start()
@@ -190,6 +193,7 @@ class RankSide:
                 self._sent.update(set(moves.sent) - served)
                 self._quiet.update(name.removeprefix(SERVED) for name in served)
                 self._changed.notify_all()
+            self.nudge()
 
     def _take(self, orders: StepOrders, ready: Any) -> Moves:
         now_s = time.monotonic()
@@ -259,6 +263,8 @@ class RankSide:
             with self._changed:
                 self.landing.landed(*landed)
                 self._changed.notify_all()
+        if self.landing.has_reports():
+            self.nudge()
 
     def _hint(self) -> None:
         self._hinted_until_s = time.monotonic() + HINT_S
@@ -341,3 +347,7 @@ class RankSide:
         self._connecting.discard(f"{card.engine_id}.{card.incarnation}")
         self.plane.disconnect(card.engine_id, card.incarnation)
         return moves
+
+
+def _nobody() -> None:
+    pass

@@ -19,8 +19,9 @@ class EngineSettings(BusSettings, frozen=True, forbid_unknown_fields=True):
     """`engine`: this prefill pairs its own transfers; then no matcher process may run for it."""
     local_below_blocks: int = 1
     """Decode computes by itself what is shorter than this many blocks, instead of waiting for a push."""
-    wait_max_ms: float = 50.0
-    """How long an engine that only waits sleeps between two looks, at most. It is woken earlier by any message."""
+    wait_max_ms: float = 250.0
+    """How long an engine that only waits sleeps between two looks, at most. Messages, requests and its
+    ranks wake it earlier."""
     nixl_progress_delay_us: int = 1000
     """Pause of NIXL's progress thread; 0 lets it spin on a core of its own (NIXL's default)."""
     reuse_ttl_s: float = 480.0
