@@ -141,7 +141,7 @@ class SchedulerSide:
     def took(self, finished_recving: set[str] | None, finished_sending: set[str] | None) -> None:
         """Ranks have given requests back. What the cores do not know is taken out, since vLLM would die of it."""
         now_s = time.monotonic()
-        for request_id in list(finished_recving or ()):
+        for request_id in sorted(finished_recving or ()):
             if request_id not in self.consumer.by_request:
                 log.error("unknown_request_received", request_id=request_id)
                 assert finished_recving is not None
@@ -150,7 +150,7 @@ class SchedulerSide:
             transfer_id = self.consumer.by_request[request_id]
             self._consumed(self.consumer.reported(request_id, now_s))
             self.reuse.ended(request_id, transfer_id, completed=self.consumer.closed[transfer_id] == "completed")
-        for request_id in list(finished_sending or ()):
+        for request_id in sorted(finished_sending or ()):
             if request_id not in self.producer.by_request:
                 log.error("unknown_request_sent", request_id=request_id)
                 assert finished_sending is not None
@@ -270,7 +270,7 @@ class SchedulerSide:
             reason="aborted",
             detail="the prefill request ended before it was scheduled",
         )
-        self.link.post([Post(to, unavailable) for to in {known.ticket.consumer_id or MATCHER, MATCHER}])
+        self.link.post([Post(to, unavailable) for to in dict.fromkeys((known.ticket.consumer_id or MATCHER, MATCHER))])
 
     def _listen(self, now_s: float) -> None:
         while self.gone:
