@@ -29,14 +29,18 @@ KEPT_SHARE = 0.5
 """Share of a cut-off station's messages that goes out when it is back."""
 
 
+def _deaf(message: Message) -> None:
+    return
+
+
 class Station:
     """One connection: a process, what it is called on the bus, and whether it reaches the server."""
 
     __slots__ = ("buffer", "cuts", "heals", "hear", "incarnation", "name", "process", "seq")
 
-    def __init__(self, process: Process, name: str, incarnation: str, hear: Hear) -> None:
+    def __init__(self, process: Process, name: str, incarnation: str, hear: Hear | None = None) -> None:
         self.process, self.name, self.incarnation = process, name, incarnation
-        self.hear = hear
+        self.hear: Hear = hear or _deaf
         self.seq = 0
         self.cuts = 0
         """How many faults cut it off now."""

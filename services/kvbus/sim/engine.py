@@ -71,7 +71,7 @@ class SimEngine:
         self.memory = Memory(world, self.name, shape.num_blocks, shape.block_size)
         self.process = world.process(self.name, weather.drift)
         self.processes: list[Process] = []
-        self.ranks: list[SimRank] = []
+        self.ranks: list[Any] = []
         self.watchers: list[Watcher] = []
         self.legs: dict[str, Any] = {}
         self.inbox: list[Callable[[], None]] = []
@@ -81,11 +81,11 @@ class SimEngine:
         self._results: list[tuple[set[str], set[str], set[str]]] = []
         self._counts: dict[tuple[str, str], int] = {}
         self._failed: set[str] = set()
-        self.station = Station(self.process, shape.engine_id, shape.incarnation, lambda message: self.side.hear(message))
-        feed = Feed(world, self.station, lambda card: self.side.seen(card), lambda gone: self.side.engine_gone(gone))
-        watcher = Watcher(self.station, feed.changed, own_id=shape.engine_id)
-        link = SimLink(ground.bus, self.station, ground.presence, watcher)
-        self.side = SchedulerSide(shape, ground.settings, link, SimHandle(lambda: self.nudge(0.001)))
+        self.station = Station(self.process, shape.engine_id, shape.incarnation)
+        watcher = Watcher(self.station, own_id=shape.engine_id)
+        self.side = self._make_side(SimLink(ground.bus, self.station, ground.presence, watcher))
+        self.station.hear = self.side.hear
+        watcher.changed = Feed(world, self.station, self.side.seen, self.side.engine_gone).changed
         self.loop = Loop(world, self.name, self.memory, self.side, budget, chunk)
         self.watchers.append(watcher)
         stations = [self.station, *(self._add_rank(rank) for rank in range(shape.tp_size))]
@@ -96,19 +96,23 @@ class SimEngine:
         for each in self.watchers:
             ground.presence.watch(each)
 
+    def _make_side(self, link: SimLink) -> Any:
+        return SchedulerSide(self.identity, self.ground.settings, link, SimHandle(lambda: self.nudge(0.001)))
+
     def _add_rank(self, number: int) -> Station:
         ground, me = self.ground, self.identity
         process = self.world.process(f"{self.name}-r{number}", ground.weather.drift)
-        plane = SimPlane(ground.fabric, self.memory, process, number, me.tp_size, lambda: rank.turn())
+        plane = SimPlane(ground.fabric, self.memory, process, number, me.tp_size)
         writing = WritingCore(
             me.engine_id, number, me.tp_size, me.block_size, 1, progressive=ground.settings.progressive
         )
-        station = Station(process, f"{me.engine_id}-r{number}", me.incarnation, lambda message: rank.heard(message))
-        feed = Feed(self.world, station, lambda card: rank.card_seen(card), lambda gone: rank.card_gone(gone))
-        watcher = Watcher(station, feed.changed, own_id=me.engine_id)
+        station = Station(process, f"{me.engine_id}-r{number}", me.incarnation)
+        watcher = Watcher(station, own_id=me.engine_id)
         link = SimLink(ground.bus, station, ground.presence, watcher)
         landing = LandingCore(number, me.tp_size)
         rank = SimRank(self.world, process, plane, writing, landing, link, self._rank_news)
+        station.hear, plane.poke = rank.heard, rank.turn
+        watcher.changed = Feed(self.world, station, rank.card_seen, rank.card_gone).changed
         self.processes.append(process)
         self.ranks.append(rank)
         self.watchers.append(watcher)
@@ -254,7 +258,8 @@ class SimEngine:
         if not due:
             return DUE_MAX_S
         now_s = process.offset_s + self.world.now * process.rate
-        return min(max(min(due) - now_s, 0.0) + 0.3 * self.world.rng.random(), DUE_MAX_S) + 0.001
+        left_s: float = max(min(due) - now_s, 0.0) + 0.3 * self.world.rng.random()
+        return min(left_s, DUE_MAX_S) + 0.001
 
     def _dies(self) -> None:
         text = traceback.format_exc(limit=-3)

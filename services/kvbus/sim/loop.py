@@ -166,10 +166,10 @@ class Loop:
 
     def _take(self, received: set[str], sent: set[str]) -> None:
         for what, ids in (("finished_recving", received), ("finished_sending", sent)):
-            for request_id in ids - self.requests.keys():
+            for request_id in sorted(ids - self.requests.keys()):
                 self.world.violate("4", "", f"{self.name}: {what} names {request_id}, which is not there")
         self.side.took(received, sent)
-        for request_id in received & self.requests.keys():
+        for request_id in sorted(received & self.requests.keys()):
             request = self.requests[request_id]
             if request.status is Status.WAITING_FOR_REMOTE_KVS:
                 self.received.add(request_id)
@@ -177,8 +177,9 @@ class Loop:
             elif request.status in FINISHED:
                 self._free(request)
             else:
-                self.world.violate("4", request.transfer_id, f"{self.name}: {request_id} received, but {request.status}")
-        for request_id in sent & self.requests.keys():
+                text = f"{self.name}: {request_id} received, but {request.status}"
+                self.world.violate("4", request.transfer_id, text)
+        for request_id in sorted(sent & self.requests.keys()):
             self._free(self.requests[request_id])
 
     def _schedule_running(self, output: Output, left: int) -> int:

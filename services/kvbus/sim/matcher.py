@@ -182,7 +182,9 @@ class SimMatcher:
         held_back = [*self.unsent]
         self.unsent.clear()
         fresh = [
-            post for at_s, post in held_back if at_s > now_s - UNSENT_MAX_AGE_S and not isinstance(post.message, PushOrdered)
+            post
+            for at_s, post in held_back
+            if at_s > now_s - UNSENT_MAX_AGE_S and not isinstance(post.message, PushOrdered)
         ]
         self._give([post for post in fresh if self.core.is_wanted(post)])
         self._give(self.core.standing_orders(now_s))

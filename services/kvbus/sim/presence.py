@@ -43,7 +43,7 @@ class Watcher:
     """Somebody who watches the bucket; it heals with a snapshot after a cut."""
 
     station: Station
-    changed: CardChanged
+    changed: CardChanged = lambda engine_id, card: None
     own_id: str = ""
     echo_s: float = 0.001
     own_seen_s: float = -1e9
@@ -56,7 +56,9 @@ class Watcher:
 class Feed:
     """What a link makes of the watch (`engine/link.py`): after a reconnect, a missing card is not believed at once."""
 
-    def __init__(self, world: World, station: Station, seen: Callable[[EngineCard], None], gone: Callable[[str], None]) -> None:
+    def __init__(
+        self, world: World, station: Station, seen: Callable[[EngineCard], None], gone: Callable[[str], None]
+    ) -> None:
         self._world, self._process = world, station.process
         self._seen, self._gone = seen, gone
         self._cards = Cards()

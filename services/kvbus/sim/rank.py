@@ -105,7 +105,7 @@ class SimRank(RankSide):
         self.turn()
 
     def begin(self, orders: StepOrders, ready: Callable[[], None]) -> None:
-        """`before_forward`, which waits for WRITEs that read preempted blocks: `ready` is called when there are none."""
+        """`before_forward`, which waits for WRITEs that read preempted blocks: `ready` is called when none does."""
         self.turn()
         pending = self._reading(orders.preempted)
         self.sim_waits = (pending, self.world.now + QUIET_WAIT_S, ready)
@@ -142,5 +142,3 @@ class SimRank(RankSide):
 
 def _nothing() -> None:
     return None
-
-

@@ -5,6 +5,7 @@ retries and gives up as `router/core.py` says. Clients leave; a router may die, 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from kvbus.router.core import Dispatch, Facts, Leg, Verdict
 from kvbus.router.fleet import Engine
@@ -51,7 +52,9 @@ class SimLeg:
 class Job:
     """One request of a client, over all its dispatches."""
 
-    def __init__(self, router: "SimRouter", request_id: str, prompt: Tokens, max_new: int, mode: Mode, deadline_s: float) -> None:
+    def __init__(
+        self, router: "SimRouter", request_id: str, prompt: Tokens, max_new: int, mode: Mode, deadline_s: float
+    ) -> None:
         self.router, self.prompt, self.max_new, self.mode = router, prompt, max_new, mode
         self.facts = Facts(request_id=request_id, attempts_max=ATTEMPTS_MAX)
         self.deadline_s = deadline_s
@@ -81,7 +84,8 @@ class Job:
             self.facts, choice, transfer_id=transfer_id, attempt=attempt, deadline_s=self.left_s(), prefill=prefill,
             decode=decode if early else None,
         )  # fmt: skip
-        router.world.tell(router.name, transfer_id, f"dispatches {self.facts.request_id} ({self.mode}), attempt {attempt}")
+        what = f"dispatches {self.facts.request_id} ({self.mode}), attempt {attempt}"
+        router.world.tell(router.name, transfer_id, what)
         self.legs = {}
         self.send("prefill", prefill)
         if early:
@@ -96,11 +100,12 @@ class Job:
         dispatch.sent(name)
         sim_engine = self.router.engines[engine.engine_id]
         leg = self.legs[name] = SimLeg(self, dispatch, name, sim_engine)
-        params = dispatch.ticket(name).to_params()
-        delay_s = HTTP_S * self.router.world.rng.random()
-        self.router.world.after(delay_s, None, self.router.arrive, leg, params, "")
-        if self.router.world.rng.random() < self.router.bus.weather.twice:
-            self.router.world.after(delay_s + self.router.world.rng.random(), None, self.router.arrive, leg, params, "-again")
+        params = self.router.params_of(dispatch, name)
+        router, rng = self.router, self.router.world.rng
+        delay_s = HTTP_S * rng.random()
+        router.world.after(delay_s, None, router.arrive, leg, params, "")
+        if rng.random() < router.bus.weather.twice:
+            router.world.after(delay_s + rng.random(), None, router.arrive, leg, params, "-again")
 
     # Facts about the legs of the running dispatch.
 
@@ -129,7 +134,8 @@ class Job:
         """The client closes its connection."""
         if self.outcome:
             return
-        self.router.world.tell(self.router.name, self.transfer_ids[-1] if self.transfer_ids else "", "the client leaves")
+        about = self.transfer_ids[-1] if self.transfer_ids else ""
+        self.router.world.tell(self.router.name, about, "the client leaves")
         if self.dispatch is None:
             self.close("left")
         else:
@@ -219,7 +225,7 @@ class SimRouter:
         self._requests += 1
         return f"{self._requests:032x}"
 
-    def arrive(self, leg: SimLeg, params: dict[str, object], suffix: str) -> None:
+    def arrive(self, leg: SimLeg, params: dict[str, Any], suffix: str) -> None:
         """A leg reaches its engine, whose HTTP server checks the ticket."""
         if leg.closed:
             return
@@ -227,20 +233,35 @@ class SimRouter:
         if not engine.process.alive:
             self.later(leg.job.failed, leg, "connection refused")
             return
+        if not self.accepts(params, engine):
+            self.later(leg.job.answered, leg, BAD_REQUEST)
+            return
+        job = leg.job
+        request_id = self.engine_request_id(leg) + suffix
+        if not suffix:
+            leg.request_id = request_id
+        max_new = 1 if leg.leg == "prefill" else job.max_new
+        transfer_id = leg.dispatch.transfer_id
+        request = Request(request_id, job.prompt, max_new, params, transfer_id, None if suffix else leg)
+        self.world.after(0.0, engine.process, engine.submit, request)
+
+    def params_of(self, dispatch: Dispatch, leg: Leg) -> dict[str, Any]:
+        """`kv_transfer_params` of a leg."""
+        return dispatch.ticket(leg).to_params()
+
+    def accepts(self, params: dict[str, Any], engine: SimEngine) -> bool:
+        """As the engine's ticket guard."""
         try:
             ticket = ticket_from_params(params)
             assert ticket is not None
             ticket.check(engine.identity.engine_id, engine.identity.incarnation)
         except TicketError:
-            self.later(leg.job.answered, leg, BAD_REQUEST)
-            return
-        job = leg.job
-        request_id = f"{job.facts.request_id}-{leg.leg[0]}{leg.dispatch.attempt}{suffix}"
-        if not suffix:
-            leg.request_id = request_id
-        max_new = 1 if leg.leg == "prefill" else job.max_new
-        request = Request(request_id, job.prompt, max_new, params, ticket.transfer_id, None if suffix else leg)
-        self.world.after(0.0, engine.process, engine.submit, request)
+            return False
+        return True
+
+    def engine_request_id(self, leg: SimLeg) -> str:
+        """What the engine calls the request."""
+        return f"{leg.job.facts.request_id}-{leg.leg[0]}{leg.dispatch.attempt}"
 
     def _card_changed(self, engine_id: str, card: EngineCard | None) -> None:
         if card is None:

@@ -1,4 +1,4 @@
-"""The rules of DESIGN.md section 7 that are not checked where memory is touched: ends, and that everything comes back."""
+"""The rules of DESIGN.md section 7 that are not checked where memory is touched: ends, and blocks that come back."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -56,5 +56,6 @@ class Rules:
             text = f"{len(memory.blocks) - len(memory.free)} of {len(memory.blocks)} blocks did not come back"
             self.world.violate("3", "", f"{engine.name}: {text}")
         for rank in engine.ranks:
-            for transfer_id in [*rank.landing.open, *(p.transfer_id for p in rank.writing.pushes.values() if p.terms or p.in_flight)]:
+            pushes = [push.transfer_id for push in rank.writing.pushes.values() if push.terms or push.in_flight]
+            for transfer_id in [*rank.landing.open, *pushes]:
                 self.world.violate("2", transfer_id, f"{rank.process.name} has it open")

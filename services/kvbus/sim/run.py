@@ -15,7 +15,7 @@ from kvbus.sim.rules import Rules
 from kvbus.sim.shocks import Shocks
 from kvbus.sim.weather import FAULTS, Weather, draw
 from kvbus.sim.world import Line, Violation, World
-from kvbus_schemas import Role
+from kvbus_schemas import Mode, Role
 
 BLOCK_SIZE = 2
 PROMPT_MAX, NEW_MAX = 9, 4
@@ -39,6 +39,12 @@ class Result:
 class Sim:
     """The world of one seed."""
 
+    engine_type: type[SimEngine] = SimEngine
+    router_type: type[SimRouter] = SimRouter
+    job_type: type[Job] = Job
+    rules_type: type[Rules] = Rules
+    modes: tuple[Mode, ...] = ("early", "early", "early", "deferred")
+
     def __init__(self, seed: int, faults: frozenset[str] = ALL_FAULTS, *, tell: bool = False) -> None:
         self.world = World(seed, tell=tell)
         rng = self.world.rng
@@ -47,7 +53,7 @@ class Sim:
         self.ground = Ground(self.world, self.weather, settings)
         self.bus: Bus = self.ground.bus
         self.presence, self.fabric = self.ground.presence, self.ground.fabric
-        self.rules = Rules(self)
+        self.rules = self.rules_type(self)
         self.bus.watch = self.rules.said
         self.election = Election(self.world)
         self._matchers = 0
@@ -63,7 +69,7 @@ class Sim:
         for role in roles:
             for number in range(rng.choice((1, 1, 2))):
                 self.start_engine(f"{role}-{number}")
-        self.router = SimRouter(self.world, self.bus, self.presence, self.engines)
+        self.router = self.router_type(self.world, self.bus, self.presence, self.engines)
         self.deadline_s = 0.0
         self.busy_s = 2.0 + 8.0 * bool(self.weather.shocks)
         self.arrivals_s: list[float] = []
@@ -86,7 +92,7 @@ class Sim:
             max_model_len=64,
             vllm_version="sim",
         )
-        self.engines[engine_id] = SimEngine(self.ground, shape, budget=self._budget, chunk=self._chunk)
+        self.engines[engine_id] = self.engine_type(self.ground, shape, budget=self._budget, chunk=self._chunk)
 
     def crash(self, engine: SimEngine) -> None:
         engine.crash()
@@ -146,8 +152,8 @@ class Sim:
         rng = self.world.rng
         deadline_s = rng.choice((2.0, 5.0, 12.0))
         self.deadline_s = max(self.deadline_s, deadline_s)
-        mode = "early" if rng.random() < 0.75 else "deferred"
-        job = Job(self.router, request_id, prompt, rng.randrange(1, NEW_MAX + 1), mode, deadline_s)
+        mode = rng.choice(self.modes)
+        job = self.job_type(self.router, request_id, prompt, rng.randrange(1, NEW_MAX + 1), mode, deadline_s)
         self.router.jobs.append(job)
         job.start(1)
         if rng.random() < self.weather.leave:

@@ -74,7 +74,8 @@ class Shocks:
         """Some processes of one engine, or the router, no longer reach NATS; NIXL goes on."""
         rng = self.world.rng
         engine = self._engine()
-        stations = [engine.stations, engine.stations[:1], engine.stations[1:], [self.sim.router.station]][rng.randrange(4)]
+        ranks, router = engine.stations[1:], [self.sim.router.station]
+        stations = (engine.stations, engine.stations[:1], ranks, router)[rng.randrange(4)]
         self._cut_for(stations, self._span(CUT_MAX_S))
 
     def _nats(self) -> None:

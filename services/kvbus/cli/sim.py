@@ -1,0 +1,82 @@
+"""`kvbus sim`: the production cores in a simulated world that does its worst; a seed reproduces a run exactly."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvbus.errors import CommandFailed, ConfigError
+
+if TYPE_CHECKING:
+    from kvbus.sim.hunt import Hunt, Protocol
+    from kvbus.sim.run import Result
+
+PROTOCOLS = ("kvbus", "stock")
+
+
+def sim(
+    *,
+    seed: Annotated[int | None, typer.Option(help="Run this seed and tell the story of what went wrong.")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Without --seed: so many seeds.")] = 10_000,
+    first: Annotated[int, typer.Option(help="The first of them.")] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Stop after so many seconds; 0: never.")] = 0.0,
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="Processes.")] = 1,
+    faults: Annotated[str, typer.Option(help="all, none, or kinds with commas, for example crash,loss.")] = "all",
+    protocol: Annotated[str, typer.Option(help="kvbus, or stock: a model of vLLM's own push protocol.")] = "kvbus",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Search for a broken rule in simulated runs. Exit code 1 when one was found."""
+    from kvbus.sim.hunt import faults_of, hunt, runner_of
+
+    if protocol not in PROTOCOLS:
+        raise ConfigError(f"unknown protocol {protocol!r}: choose kvbus or stock")
+    chosen: Protocol = "stock" if protocol == "stock" else "kvbus"
+    kinds = faults_of(faults)
+    if seed is not None:
+        _tell(runner_of(chosen)(seed, kinds, tell=True), as_json=as_json)
+        return
+    total: Hunt | None = None
+    for total in hunt(chosen, kinds, first=first, runs=runs, seconds=seconds, jobs=jobs):
+        if sys.stderr.isatty() and not as_json:
+            print(f"\r{total.runs} runs, {total.broken} broke a rule", end="", file=sys.stderr, flush=True)
+    assert total is not None
+    _sum_up(total, chosen, faults, as_json=as_json)
+
+
+def register(app: typer.Typer) -> None:
+    """Add `kvbus sim`."""
+    app.command("sim")(sim)
+
+
+def _tell(result: "Result", *, as_json: bool) -> None:
+    about = {violation.transfer_id for violation in result.violations} - {""}
+    lines = [line for line in result.story if not about or line.about in about or not line.about]
+    if as_json:
+        broken = [violation._asdict() for violation in result.violations]
+        print(json.dumps({"seed": result.seed, "broken": broken, "story": [line._asdict() for line in lines]}))
+    else:
+        for line in lines:
+            print(f"{line.at_s:10.4f} s  {line.who:18} {line.about[-4:]:4} {line.what}")
+        for violation in result.violations:
+            print(f"rule {violation.rule} broken at {violation.at_s:.4f} s: {violation.text}")
+    if result.violations:
+        raise CommandFailed(f"seed {result.seed} breaks a rule")
+    if not as_json:
+        print(f"seed {result.seed}: every rule held, {result.events} events")
+
+
+def _sum_up(total: "Hunt", protocol: str, faults: str, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(total.to_json()))
+    else:
+        rate = total.runs / max(total.seconds, 1e-9)
+        print(f"{total.runs} runs ({rate:.0f} a second), {total.events} events, {total.broken} broke a rule")
+        print(", ".join(f"{count} {what}" for what, count in sorted(total.counts.items())))
+        for rule, findings in sorted(total.found.items()):
+            seeds = ", ".join(str(finding.seed) for finding in findings[:10])
+            print(f"rule {rule}: seeds {seeds}: {findings[0].text}")
+        if total.found:
+            print(f"see one: kvbus sim --seed N --protocol {protocol} --faults {faults}")
+    if total.broken:
+        raise CommandFailed(f"{total.broken} of {total.runs} runs broke a rule")
