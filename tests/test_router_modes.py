@@ -1,9 +1,8 @@
 """Which engines serve a request and how: modes, static engines, NATS that is lost, engines that come and go."""
 
 import asyncio
-import os
+import contextlib
 import re
-import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 
@@ -334,29 +333,59 @@ async def text(world: World, url: str) -> str:
         return await response.text()
 
 
-async def test_workers_share_a_port_and_end_with_the_supervisor(world: World) -> None:
-    await world.engine("prefill")
-    await world.engine("decode")
+@contextlib.asynccontextmanager
+async def two_workers(world: World) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    """`kvbus router --workers 2` and where it listens."""
     code = "import typer; from kvbus.cli.router import register; app = typer.Typer(); register(app); app()"
     command = [sys.executable, "-c", code, "--nats", world.nats, "--port", "0", "--workers", "2"]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-    assert process.stderr is not None
-    urls: list[str] = []
-    async with asyncio.timeout(20):
-        while len(urls) < 2:
-            line = await process.stderr.readline()
-            assert line, "the router has ended"
-            urls += re.findall(r'"url": *"([^"]+)"', line.decode())  # two workers may share a line
-    assert urls[0] == urls[1]
-    for _ in range(8):
-        async with world.http.post(urls[0] + "/v1/completions", json=COMPLETION) as response:
-            assert response.status == 200
-    served = 'kvbus_router_requests_total{mode="early",status="200"} 8.0'
-    async with asyncio.timeout(5):
-        while served not in (page := await text(world, urls[0] + "/metrics")):  # noqa: ASYNC110  (another process)
-            await asyncio.sleep(0.02)
-    assert page.count("kvbus_router_requests_total{") == 1, page
-    os.kill(process.pid, signal.SIGTERM)
-    async with asyncio.timeout(10):
-        await process.stderr.read()
-        assert await process.wait() == 0
+    try:
+        assert process.stderr is not None
+        urls: list[str] = []
+        async with asyncio.timeout(30):
+            while len(urls) < 2:
+                line = await process.stderr.readline()
+                assert line, "the router has ended"
+                urls += re.findall(r'"url": *"([^"]+)"', line.decode())  # two workers may share a line
+        assert urls[0] == urls[1]
+        yield process, urls[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        async with asyncio.timeout(30):
+            await process.stderr.read()  # type: ignore[union-attr]  # ends with the last worker
+            await process.wait()
+
+
+async def test_workers_share_a_port_and_their_metrics(world: World) -> None:
+    await world.engine("prefill")
+    await world.engine("decode")
+    async with two_workers(world) as (process, url):
+        for _ in range(8):
+            async with world.http.post(url + "/v1/completions", json=COMPLETION) as response:
+                assert response.status == 200
+        served = 'kvbus_router_requests_total{mode="early",status="200"} 8.0'
+        async with asyncio.timeout(5):
+            while served not in await text(world, url + "/metrics"):  # noqa: ASYNC110  (another process)
+                await asyncio.sleep(0.02)
+        process.terminate()
+        async with asyncio.timeout(30):
+            assert await process.wait() == 0
+
+
+async def test_workers_do_not_outlive_their_supervisor(world: World) -> None:
+    async with two_workers(world) as (process, url):
+        process.kill()
+        await process.wait()
+        async with asyncio.timeout(30):
+            while await _listening(url):  # noqa: ASYNC110  (other processes)
+                await asyncio.sleep(0.02)
+
+
+async def _listening(url: str) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    except ConnectionRefusedError:
+        return False
+    writer.close()
+    return True

@@ -6,6 +6,7 @@ a later request, and many lines share one to the log.
 """
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC, datetime
@@ -136,9 +137,10 @@ class _Lines:
 
     def flush_all(self) -> None:
         if self._kept:
-            sys.stderr.write(b"".join(self._kept).decode())
-            sys.stderr.flush()
-            self._kept.clear()
+            kept, self._kept = self._kept, []
+            with contextlib.suppress(OSError):  # nobody reads the log any more: no reason to serve nobody
+                sys.stderr.write(b"".join(kept).decode())
+                sys.stderr.flush()
 
 
 def _logger(lines: _Lines) -> Any:

@@ -59,7 +59,10 @@ async def supervise(settings: RouterSettings, stopping: asyncio.Event) -> None:
         environ = os.environ | {WORKER_ENV: msgspec.json.encode(own).decode(), METRICS_ENV: metrics}
         command = [sys.executable, "-m", "kvbus.router.running"]
         count = min(settings.workers, WORKERS_MAX)
-        workers = [await asyncio.create_subprocess_exec(*command, env=environ) for _ in range(count)]
+        workers = [
+            await asyncio.create_subprocess_exec(*command, env=environ, stdin=asyncio.subprocess.PIPE)
+            for _ in range(count)
+        ]
         ends = [asyncio.create_task(worker.wait()) for worker in workers]
         stop = asyncio.create_task(stopping.wait())
         await asyncio.wait([stop, *ends], return_when=asyncio.FIRST_COMPLETED)
@@ -85,7 +88,13 @@ def worker() -> None:
     """A worker's main function."""
     settings = msgspec.json.decode(os.environ[WORKER_ENV], type=RouterSettings)
     process.configure_logging()
-    process.run(lambda stopping: serve(settings, stopping, shared_port=True))
+    process.run(lambda stopping: _serve_beside(settings, stopping))
+
+
+async def _serve_beside(settings: RouterSettings, stopping: asyncio.Event) -> None:
+    """Serve until told to stop, or until standard input ends: then the supervisor is gone, however it went."""
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stopping.set)
+    await serve(settings, stopping, shared_port=True)
 
 
 if __name__ == "__main__":
