@@ -22,6 +22,7 @@ COMMANDS = (
     "up",
     "demo",
     "bench",
+    "sim",
 )
 
 app = typer.Typer(
