@@ -43,13 +43,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FULL_POINTS = [
-    Point(length=600, concurrency=1, requests=8),
-    Point(length=1800, concurrency=1, requests=4),
-    Point(length=600, concurrency=8, requests=24),
-    Point(length=1800, concurrency=8, requests=16),
+    Point(length=600, concurrency=1, requests=6),
+    Point(length=1800, concurrency=1, requests=3),
+    Point(length=600, concurrency=8, requests=16),
+    Point(length=1800, concurrency=8, requests=8),
 ]
 QUICK_POINTS = [Point(length=600, concurrency=1, requests=4), Point(length=600, concurrency=8, requests=8)]
-FULL = Plan(arms=[arm.name for arm in ARMS], points=FULL_POINTS, rounds=4, idle_s=5.0)
+FULL = Plan(arms=[arm.name for arm in ARMS], points=FULL_POINTS, rounds=3, idle_s=4.0)
 QUICK = Plan(arms=list(QUICK_ARMS), points=QUICK_POINTS, rounds=2, idle_s=2.0)
 
 
