@@ -79,8 +79,8 @@ def _signals_set(stopping: asyncio.Event) -> Iterator[None]:
         if stopping.is_set():
             log.warning("aborted", signal=number.name)
             os._exit(ABORTED)
+        stopping.set()  # first: the log may be a broken pipe
         log.info("stopping", signal=number.name)
-        stopping.set()
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:
