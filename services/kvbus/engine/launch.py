@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,12 +39,18 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def vllm_command(options: EngineOptions) -> list[str]:
-    """What to run. The `vllm` command of this Python's environment."""
-    command = [str(Path(sys.executable).parent / "vllm"), "serve", options.model]
+    """What to run."""
+    command = [vllm_program(), "serve", options.model]
     command += ["--host", options.host, "--port", str(options.port)]
     command += ["--kv-transfer-config", json.dumps(kv_transfer_config(options))]
     command += ["--middleware", "kvbus.engine.ticket_guard.TicketGuard"]
     return command + options.arguments
+
+
+def vllm_program() -> str:
+    """The `vllm` of this Python's environment, else the one on PATH (in vLLM's own images they are apart)."""
+    beside = Path(sys.executable).parent / "vllm"
+    return str(beside) if beside.exists() else shutil.which("vllm") or str(beside)
 
 
 def kv_transfer_config(options: EngineOptions) -> dict[str, Any]:
@@ -112,7 +119,7 @@ def platform_problem() -> str:
 
 def plain_command(model: str, port: int) -> list[str]:
     """A vLLM server without any connector."""
-    return [str(Path(sys.executable).parent / "vllm"), "serve", model, "--host", "127.0.0.1", "--port", str(port)]
+    return [vllm_program(), "serve", model, "--host", "127.0.0.1", "--port", str(port)]
 
 
 def plain_environment() -> dict[str, str]:

@@ -49,8 +49,7 @@ async def serve(options: EngineOptions, drain_s: float, stopping: asyncio.Event)
         *vllm_command(options),
         env=vllm_environment(options),
         stdin=asyncio.subprocess.DEVNULL,
-        preexec_fn=_die_with_parent,
-        process_group=0,  # Ctrl-C on the terminal is for us: we drain first
+        preexec_fn=_before_exec,
     )
     ended = asyncio.create_task(process.wait())
     stop = asyncio.create_task(stopping.wait())
@@ -121,6 +120,8 @@ def _since(start_s: float) -> float:
     return round(time.monotonic() - start_s, 3)
 
 
-def _die_with_parent() -> None:
+def _before_exec() -> None:
+    """A group of its own (uvloop takes no `process_group`): Ctrl-C on the terminal is for us, and we drain first."""
+    os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
