@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-
 from tests.vllm_world import World, world
 
 

@@ -1,16 +1,15 @@
 """However a transfer ends, the answer is right or the error clear, the other side hears at once, blocks come back."""
 
 import asyncio
-import os
 import signal
 import time
 from typing import Any
 
 import psutil
 import pytest
-
-from kvbus_schemas import BlocksReady, BlocksUnavailable, CancelOrdered, PushQuiesced, Ticket, TransferClosed
 from tests.vllm_world import World, kinds, prompt_of, tokens_of
+
+from kvbus_schemas import BlocksReady, BlocksUnavailable, CancelOrdered
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats, pytest.mark.asyncio(loop_scope="session")]
 

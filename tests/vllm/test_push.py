@@ -4,9 +4,9 @@ import asyncio
 from typing import Any
 
 import pytest
+from tests.vllm_world import Order, World, kinds, prompt_of
 
 from kvbus_schemas import BlocksReady, BlocksRegistered, PushDone, PushOrdered
-from tests.vllm_world import Order, World, kinds, prompt_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats, pytest.mark.asyncio(loop_scope="session")]
 
@@ -85,7 +85,6 @@ async def test_a_prompt_that_decode_has_whole_is_not_sent_at_all(pair: World) ->
 
 async def test_a_prefix_that_prefill_has_is_pushed_from_its_cache(pair: World) -> None:
     shared = prompt_of(320, seed=26)
-    produce, _ = await pair.tickets()
     await pair.post(pair.fleet.engine("prefill-0").url + "/v1/completions", {"prompt": shared, "max_tokens": 1})
     transfer_id = await pair.hand_over(shared + prompt_of(100, seed=27))
     ready = await pair.until_heard(BlocksReady, transfer_id)

@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.vllm_world import prompt_of, tokens_of, world
 
 from kvbus_schemas import BlocksRegistered, BlocksUnavailable, PushDone
-from tests.vllm_world import World, prompt_of, tokens_of, world
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats, pytest.mark.asyncio(loop_scope="session")]
 
