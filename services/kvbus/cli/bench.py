@@ -8,8 +8,10 @@ bench = typer.Typer(no_args_is_help=True, help="Measure: every figure is a ratio
 def register(app: typer.Typer) -> None:
     """Add `kvbus bench`."""
     from kvbus.bench.handoff import register_bench as register_handoff
+    from kvbus.bench.reuse import register_bench as register_reuse
     from kvbus.bench.router import register_bench as register_router
 
     register_handoff(bench)
     register_router(bench)
+    register_reuse(bench)
     app.add_typer(bench, name="bench")
