@@ -239,6 +239,8 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
 
     def shutdown(self) -> None:
         self._link.stop()
+        if self._scheduler_side is not None:
+            self._ear.close()
         if self._rank_side is not None:
             self._rank_side.stop()
             self._plane.worker.shutdown()

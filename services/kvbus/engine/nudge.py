@@ -11,6 +11,9 @@ import socket
 import threading
 from collections.abc import Callable
 
+NAME_MAX = 100
+"""Characters of a name, from its end, that an address has room for."""
+
 
 class Ear:
     """The scheduler's side: calls `heard`, on a thread of its own, whenever a rank calls."""
@@ -18,12 +21,25 @@ class Ear:
     def __init__(self, name: str, heard: Callable[[], None]) -> None:
         self._heard = heard
         self._socket = _bound(name)
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvbus-ear", daemon=True)
         if self._socket is not None:
-            threading.Thread(target=self._run, name="kvbus-ear", daemon=True).start()
+            self._thread.start()
+
+    def close(self) -> None:
+        """Hear nothing more."""
+        self._closed = True
+        if self._socket is not None:
+            self._socket.shutdown(socket.SHUT_RDWR)
+            self._thread.join()
+            self._socket.close()
 
     def _run(self) -> None:
         assert self._socket is not None
-        while self._socket.recv(1):
+        while True:
+            self._socket.recv(1)
+            if self._closed:
+                return
             self._heard()
 
 
@@ -39,9 +55,14 @@ class Nudge:
             with contextlib.suppress(OSError):
                 self._socket.sendto(b"!", self._address)
 
+    def close(self) -> None:
+        """Nudge nobody any more."""
+        if self._socket is not None:
+            self._socket.close()
+
 
 def _address(name: str) -> str:
-    return f"\0kvbus.{name}"[:107]
+    return f"\0kvbus.{name[-NAME_MAX:]}"
 
 
 def _datagram() -> socket.socket | None:
