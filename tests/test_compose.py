@@ -36,6 +36,7 @@ from kvbus.engine.model import make_model
 from kvbus.engine.settings import EngineSettings
 from kvbus.light.settings import LightSettings
 from kvbus.matcher.settings import MatcherSettings
+from kvbus.reuse.settings import ReuseSettings
 from kvbus.router.settings import RouterSettings
 from kvbus.settings import load as load_settings
 
@@ -45,6 +46,7 @@ ENGINES = {"vllm": ("prefill", "decode"), "light": ("light-prefill", "light-deco
 SETTINGS: dict[str, list[tuple[str, type[msgspec.Struct]]]] = {
     "router": [("router", RouterSettings)],
     "matcher": [("matcher", MatcherSettings)],
+    "reuse": [("reuse", ReuseSettings)],
     "engine": [("engine", EngineSettings)],
     "sim-engine": [("sim_engine", LightSettings), ("engine", EngineSettings)],
 }
@@ -114,7 +116,7 @@ def test_a_service_says_only_what_compose_knows(name: str) -> None:
 def test_a_service_starts_when_what_it_needs_is_healthy(profile: str) -> None:
     services = of_profile(profile)
     order = start_order(services)
-    assert order == [["nats"], ["matcher"], sorted(ENGINES[profile]), ["router"]]
+    assert order == [["nats"], ["matcher", "reuse"], sorted(ENGINES[profile]), ["router"]]
     for service in services.values():
         for needed, how in service["depends_on"].items():
             assert how["condition"] == "service_healthy"
@@ -219,7 +221,8 @@ async def test_the_light_profile_as_processes_answers_and_stops_in_order(tmp_pat
     killed = stack.exit_codes.pop("matcher-0")
     assert killed == -9
     stopped = list(stack.exit_codes)
-    assert (stopped[0], stopped[-2:]) == ("router-0", ["matcher-1", "nats-0"])
+    assert (stopped[0], stopped[-1]) == ("router-0", "nats-0")
+    assert {name.rsplit("-", 1)[0] for name in stopped[1:3]} == set(ENGINES["light"])
     assert set(stack.exit_codes.values()) == {0}
 
 
@@ -252,10 +255,14 @@ print("served as", arguments.served_model_name)
 """
 
 
+def test_both_engines_are_told_the_same() -> None:
+    passed_on = [parsed(SERVICES[name]["command"])["arguments"] for name in ENGINES["vllm"]]
+    assert passed_on[0] == passed_on[1] != []
+
+
 @pytest.mark.vllm
-@pytest.mark.parametrize("name", ENGINES["vllm"])
-def test_what_an_engine_passes_on_is_what_vllm_takes(name: str) -> None:
-    params = parsed(SERVICES[name]["command"])
+def test_what_an_engine_passes_on_is_what_vllm_takes() -> None:
+    params = parsed(SERVICES["decode"]["command"])
     options = EngineOptions(
         role=params["role"],
         model=params["model"],
