@@ -112,6 +112,7 @@ class Job:
     def answered(self, leg: SimLeg, status: int) -> None:
         if self._stale(leg):
             return
+        leg.closed = status != OK
         verdict = leg.dispatch.answered(leg.leg, status)
         self.obey(verdict)
         if leg.leg == "prefill" and self.mode == "deferred" and verdict.step == "go_on" and status == OK:
@@ -128,6 +129,7 @@ class Job:
 
     def failed(self, leg: SimLeg, detail: str) -> None:
         if not self._stale(leg):
+            leg.closed = True
             self.obey(leg.dispatch.failed(leg.leg, detail))
 
     def leave(self) -> None:
