@@ -24,6 +24,8 @@ log = structlog.get_logger()
 
 QUIET_REPORTS = 2
 """Consecutive load reports without a request after which an engine has drained."""
+RESERVED_BLOCKS = 1
+"""vLLM's null block is never free. More in use means that a finished prefill still holds blocks for a decode."""
 VLLM_STOP_S = 20.0
 _PR_SET_PDEATHSIG = 1
 
@@ -38,7 +40,9 @@ class Drain:
     def heard(self, message: object) -> None:
         if not isinstance(message, LoadReported):
             return
-        self.quiet = 0 if message.running or message.waiting else self.quiet + 1
+        in_use = message.total_blocks - message.free_blocks - message.held_blocks
+        busy = message.running or message.waiting or in_use > RESERVED_BLOCKS
+        self.quiet = 0 if busy else self.quiet + 1
         if self.quiet >= QUIET_REPORTS:
             self.done.set()
 
