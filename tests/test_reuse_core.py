@@ -108,6 +108,8 @@ def test_a_miss_says_why_and_removes_only_what_can_never_be_had(
     assert (verdict.answer.miss, verdict.answer.grant) == (miss, None)
     assert (verdict.write, verdict.posts) == (None, ())
     assert verdict.delete is deleted
+    looked = asked(found, standing, claim=False)
+    assert (looked.answer, looked.delete) == (verdict.answer, False)
 
 
 def test_too_few_tokens_are_released_by_whoever_finds_it_first() -> None:

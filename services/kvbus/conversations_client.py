@@ -40,6 +40,8 @@ class ReuseClient:
         never takes longer than `timeout_s`: what is not answered by then is a miss `unavailable`.
 
         With `claim` the offer is taken and nobody else gets it; without, the grant has no transfer id and no chain.
+        A question that was on its way when NATS went may still claim when NATS is back; that is let go like any other
+        answer that comes too late.
         """
         bus = self.bus
         if bus is None or not bus.connected:

@@ -172,7 +172,7 @@ def judge_ask(
     if reason := record.over or ("expired" if found.left_s <= rules.margin_s else None):
         return _miss(asked, reason)
     if standing != "live":
-        return _miss(asked, "engine_gone", delete=standing == "gone")
+        return _miss(asked, "engine_gone", delete=asked.claim and standing == "gone")
     if record.token_count < rules.min_tokens:
         return _too_short(asked, record, found)
     answer = ReuseAnswered(
