@@ -102,11 +102,16 @@ class Engine:
         bucket = await self.bus.bucket(subjects.ENGINES_BUCKET, ttl_hint_s=CARD_TTL_S)
         await bucket.put(self.engine_id, encode(self.bus.envelope(card)), ttl_s=TEST_TTL_S)
 
-    async def report(self, *, running: int, waiting: int = 0) -> None:
+    async def report(self, *, running: int, waiting: int = 0, held_blocks: int = 0) -> None:
         """Report a load."""
         assert self.bus is not None
         load = LoadReported(
-            engine_id=self.engine_id, running=running, waiting=waiting, free_blocks=50, total_blocks=100
+            engine_id=self.engine_id,
+            running=running,
+            waiting=waiting,
+            free_blocks=50,
+            total_blocks=100,
+            held_blocks=held_blocks,
         )
         await self.bus.publish(load, "all")
 

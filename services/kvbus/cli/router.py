@@ -19,6 +19,10 @@ def router(
         list[str] | None, typer.Option(help="stock vLLM engines: prefill=URL,decode=URL; repeatable")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="processes that share the port [1]")] = None,
+    reuse: Annotated[bool | None, typer.Option(help="reuse what decode still holds of a conversation [yes]")] = None,
+    tenant_header: Annotated[
+        str | None, typer.Option(help="header that names the tenant, set by your gateway [the API key]")
+    ] = None,
     deadline_s: Annotated[float | None, typer.Option(help="seconds in which a request must be finished")] = None,
     drain_s: Annotated[float | None, typer.Option(help="seconds to finish running answers after SIGTERM")] = None,
 ) -> None:
@@ -40,6 +44,8 @@ def router(
         "policy": policy,
         "static": tuple(static) if static else None,
         "workers": workers,
+        "reuse": reuse,
+        "tenant_header": tenant_header,
         "deadline_s": deadline_s,
         "drain_s": drain_s,
     }

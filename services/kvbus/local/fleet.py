@@ -62,6 +62,8 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     engine_settings: dict[str, str] = {}
     """More KVBUS_ENGINE_... settings of every engine."""
     matchers: int = 1
+    reuse: int = 1
+    """Reuse processes."""
     routers: int = 1
     plain: bool = False
     """Also start one engine that is on no bus, to compare with: a plain vLLM server, or a light engine."""
@@ -85,6 +87,7 @@ class Fleet:
         self.nats_url = options.nats
         self.engines: list[EngineProcess] = []
         self.matchers: list[Child] = []
+        self.reuses: list[Child] = []
         self.routers: list[Child] = []
         self.router_ports: list[int] = []
         self.plain_url = ""
@@ -108,7 +111,7 @@ class Fleet:
 
     def children(self) -> list[Child]:
         """Everything that runs, in the order of its start."""
-        return [*self.matchers, *(e.child for e in self.engines), *self.routers]
+        return [*self.matchers, *self.reuses, *(e.child for e in self.engines), *self.routers]
 
     async def start(self) -> None:
         """Start all, in order; return when the router has an engine of each role. Raises on the first failure."""
@@ -122,6 +125,8 @@ class Fleet:
         )
         for number in range(self.options.matchers):
             self.start_matcher(number)
+        for number in range(self.options.reuse):
+            self.start_reuse(number)
         roles: list[tuple[Role, int]] = [("prefill", self.options.prefill), ("decode", self.options.decode)]
         for role, count in roles:
             for number in range(count):
@@ -135,6 +140,11 @@ class Fleet:
     def start_matcher(self, number: int) -> Child:
         child = self._child(f"matcher-{number}", "matcher", "--nats", self.nats_url)
         self.matchers.append(child)
+        return child
+
+    def start_reuse(self, number: int) -> Child:
+        child = self._child(f"reuse-{number}", "reuse", "--nats", self.nats_url)
+        self.reuses.append(child)
         return child
 
     def start_router(self, number: int) -> Child:
@@ -171,10 +181,10 @@ class Fleet:
         return self.start_engine("prefill" if role == "prefill" else "decode", int(number))
 
     async def stop(self) -> None:
-        """Routers finish their streams first, then engines, matchers and the server."""
+        """Routers finish their streams first, then engines, reuse processes, matchers and the server."""
         if self.bus is not None:
             await self.bus.close()
-        for children in (self.routers, [e.child for e in self.engines], self.matchers):
+        for children in (self.routers, [e.child for e in self.engines], self.reuses, self.matchers):
             await asyncio.gather(*(child.stop() for child in children))
         if self.nats is not None:
             await asyncio.to_thread(self.nats.stop)
@@ -210,8 +220,8 @@ class Fleet:
             for child, port in zip(self.routers, self.router_ports, strict=True):
                 while not await _healthy(http, f"http://127.0.0.1:{port}"):
                     child.check()
-                    for matcher in self.matchers:
-                        matcher.check()
+                    for other in (*self.matchers, *self.reuses):
+                        other.check()
                     _check_time(deadline_s, READY_MAX_S, [child.name], self.log_dir)
                     await asyncio.sleep(LOOK_EVERY_S)
         self.say(f"ready: {self.base_url}")

@@ -116,6 +116,8 @@ def _line(served: Served) -> dict[str, Any]:
             "attempt": dispatch.attempt,
             "prefill_id": dispatch.prefill.engine_id if dispatch.prefill else "",
             "decode_id": dispatch.decode.engine_id if dispatch.decode else "",
+            "conversation": dispatch.facts.conversation,
+            "reuse": result.reuse,
         }
     if result.error:
         line["error"] = result.error

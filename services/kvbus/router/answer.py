@@ -10,7 +10,6 @@ from kvbus.router.http import Exchange, Reply, Request
 from kvbus.router.identity import Identity, answer_headers
 from kvbus.router.problems import RouterProblem, error_event
 
-REUSE_DISABLED = "miss reason=disabled"
 BAD_REQUEST = 400
 
 
@@ -22,7 +21,8 @@ class Result(msgspec.Struct):
     error: str = ""
     ttft_s: float = 0.0
     duration_s: float = 0.0
-    reuse: str = REUSE_DISABLED
+    reuse: str = "miss reason=disabled"
+    """As X-Kvbus-Reuse says."""
 
 
 class Answer:

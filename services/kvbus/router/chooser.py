@@ -7,7 +7,7 @@ from kvbus.router.bodies import Asked
 from kvbus.router.fleet import Engine, Fleet, compatible, rested
 from kvbus.router.policies import Policy, RouteChoice, RouteQuestion
 from kvbus.router.problems import BadRequestError, BusyError, RouterProblem
-from kvbus_schemas import Mode
+from kvbus_schemas import EngineView, Mode
 
 
 class PolicyFailed(RouterProblem):
@@ -27,6 +27,17 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     tried: frozenset[str] = frozenset()
     """Engines that failed this request already."""
     retry_after_s: int = 2
+    conversation: str = ""
+    holder_id: str = ""
+    """The decode that holds the conversation, and how many tokens of it."""
+    held_tokens: int = 0
+
+    def views(self, engines: list[Engine]) -> list[EngineView]:
+        """The engines as a policy sees them, without those that failed."""
+        return [
+            engine.view(self.now_s, self.held_tokens if engine.engine_id == self.holder_id else 0)
+            for engine in rested(engines, self.now_s, self.tried)
+        ]
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +55,16 @@ class Chooser:
         self.fleet = fleet
         self.policy = policy
 
+    def may_split(self, asked: Asked, situation: Situation) -> bool:
+        """Whether the request may go to a prefill and a decode of the bus, so that its conversation is worth asking
+        for. Raises RouterProblem where `choose` would."""
+        mode, static = self._world(asked, situation)
+        return (
+            not static
+            and mode in {None, "early", "deferred"}
+            and bool(self._alive("prefill", asked.model, static=False))
+        )
+
     def choose(self, asked: Asked, request_id: str, situation: Situation) -> Chosen:
         """The engines for a dispatch. Raises RouterProblem where there are none."""
         mode, static = self._world(asked, situation)
@@ -57,8 +78,9 @@ class Chooser:
                 request_id=request_id,
                 model=asked.model,
                 prompt_bytes=len(asked.body),
-                prefills=[e.view(situation.now_s) for e in rested(prefills, situation.now_s, situation.tried)],
-                decodes=[e.view(situation.now_s) for e in rested(decodes, situation.now_s, situation.tried)],
+                prefills=situation.views(prefills),
+                decodes=situation.views(decodes),
+                conversation=situation.conversation,
                 asked=mode,
                 attempt=situation.attempt,
             )
@@ -76,7 +98,8 @@ class Chooser:
                 model=asked.model,
                 prompt_bytes=len(asked.body),
                 prefills=(),
-                decodes=[e.view(situation.now_s) for e in rested(fitting, situation.now_s, situation.tried)],
+                decodes=situation.views(fitting),
+                conversation=situation.conversation,
                 asked="deferred",
                 part="decode",
                 attempt=situation.attempt,

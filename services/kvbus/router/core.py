@@ -27,7 +27,7 @@ import msgspec
 from kvbus.router.fleet import Engine
 from kvbus.router.policies import RouteChoice
 from kvbus.router.problems import EngineFailed, RouterProblem
-from kvbus_schemas import EVERYONE, CancelOrdered, Mode, Post, RequestServed, RouteDecided, Ticket
+from kvbus_schemas import EVERYONE, CancelOrdered, Mode, Post, RequestServed, ReuseGrant, RouteDecided, Ticket
 
 Leg = Literal["prefill", "decode"]
 Step = Literal["go_on", "pass_on", "retry", "give_up", "break_off", "stop"]
@@ -92,6 +92,7 @@ class Dispatch:
         deadline_s: float,
         prefill: Engine | None,
         decode: Engine | None,
+        reuse: ReuseGrant | None = None,
     ) -> None:
         assert decode is not None or choice.mode == "deferred"
         assert (prefill is None) == (choice.mode == "local")
@@ -102,6 +103,8 @@ class Dispatch:
         self.deadline_s = deadline_s
         self.prefill = prefill
         self.decode = decode
+        self.reuse = reuse
+        """What prefill may take over from a decode."""
         self.streaming = False
         self.open: set[Leg] = set()
         self._choice = choice
@@ -162,6 +165,7 @@ class Dispatch:
             span_id=self.facts.span_id,
             parts=self.facts.parts,
             conversation=self.facts.conversation,
+            reuse=self.reuse if leg == "prefill" else None,
         )
 
     # Facts

@@ -33,11 +33,11 @@ class Engine(msgspec.Struct, kw_only=True):
     rests_until_s: float = 0.0
     missing: bool = False
 
-    def view(self, now_s: float) -> EngineView:
+    def view(self, now_s: float, hit_tokens: int = 0) -> EngineView:
         """As a policy sees it. Without a report, what this router itself has in flight stands in for the load."""
         load = self.load
         if load is None:
-            return EngineView(engine_id=self.engine_id, role=self.role, running=self.in_flight)
+            return EngineView(engine_id=self.engine_id, role=self.role, running=self.in_flight, hit_tokens=hit_tokens)
         return EngineView(
             engine_id=self.engine_id,
             role=self.role,
@@ -46,6 +46,7 @@ class Engine(msgspec.Struct, kw_only=True):
             free_blocks=load.free_blocks,
             total_blocks=load.total_blocks,
             load_age_ms=(now_s - self.load_at_s) * 1000.0,
+            hit_tokens=hit_tokens,
         )
 
 
@@ -143,6 +144,14 @@ class Fleet:
                 if engine.role == role and not engine.draining and static in {None, engine.static}
             ]
         return found
+
+    def held_blocks(self) -> dict[str, int]:
+        """Blocks that decodes keep for conversations, as they report."""
+        return {
+            engine.engine_id: engine.load.held_blocks
+            for engine in self.engines.values()
+            if engine.role == "decode" and engine.load is not None
+        }
 
     def models(self) -> set[str]:
         """The models of the engines on the bus."""

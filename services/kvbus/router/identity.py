@@ -11,7 +11,15 @@ from kvbus.router.http import Headers, end_to_end
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
 _TRACEPARENT = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})")
 _OURS = frozenset(
-    (b"x-request-id", b"traceparent", b"x-kvbus-mode", b"x-kvbus-transfer", b"x-kvbus-reuse", b"accept-encoding")
+    (
+        b"x-request-id",
+        b"traceparent",
+        b"x-kvbus-mode",
+        b"x-kvbus-transfer",
+        b"x-kvbus-reuse",
+        b"x-conversation-id",
+        b"accept-encoding",
+    )
 )
 """Headers that a leg gets from the router, if at all. Answers stay uncompressed: an error event must fit in."""
 _NOT_FROM_ENGINES = frozenset((b"x-request-id", b"x-kvbus-mode", b"x-kvbus-transfer", b"x-kvbus-reuse"))

@@ -13,7 +13,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class Metrics:
-    """The router's metrics, all named kvbus_router_*."""
+    """The router's metrics, named kvbus_router_*, and those of reuse."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -27,7 +27,11 @@ class Metrics:
         )
         self._retries = Counter("kvbus_router_retries", "Dispatches after the first", registry=made)
         self._cancels = Counter("kvbus_router_cancels", "CancelOrdered published", ["reason"], registry=made)
-        self._reuse = Counter("kvbus_router_reuse", "Reuse look-ups by result", ["result"], registry=made)
+        self._reuse = Counter("kvbus_reuse", "Requests by what was reused", ["result", "reason"], registry=made)
+        self._reuse_tokens = Counter("kvbus_reuse_tokens", "Tokens that prefill took over", registry=made)
+        self._held = Gauge(
+            "kvbus_held_blocks", "Blocks kept for conversations", ["engine"], registry=made, multiprocess_mode="max"
+        )
         self._in_flight = self._gauge("requests_in_flight", "Requests being served")
         self._waiting = self._gauge("requests_waiting", "Requests waiting for their turn")
         self._connections = self._gauge("connections", "Client connections")
@@ -39,6 +43,7 @@ class Metrics:
         )  # fmt: skip
         self.count_request = self._request_counter()
         self._reuse_child = cache(self._reuse.labels)
+        self._holders: set[str] = set()
 
     def retried(self) -> None:
         """A request is dispatched once more."""
@@ -50,11 +55,15 @@ class Metrics:
 
     def reused(self, header: str) -> None:
         """A look-up for reusable KV ended as X-Kvbus-Reuse says: `hit ...` or `miss ...`."""
-        self._reuse_child(header.partition(" ")[0]).inc()
+        result, _, detail = header.partition(" ")
+        name, _, value = detail.partition("=")
+        self._reuse_child(result, value if name == "reason" else "").inc()
+        if name == "tokens":
+            self._reuse_tokens.inc(int(value))
 
     def gauges(
         self, *, in_flight: int, waiting: int, connections: int, bus_connected: bool, engines: dict[str, int],
-        bus: dict[str, int],
+        bus: dict[str, int], held_blocks: dict[str, int],
     ) -> None:  # fmt: skip
         """Set what is looked up only when somebody asks."""
         self._in_flight.set(in_flight)
@@ -65,6 +74,11 @@ class Metrics:
             self._engines.labels(role).set(count)
         for kind, count in bus.items():
             self._bus.labels(kind).set(count)
+        for engine_id in self._holders - held_blocks.keys():
+            self._held.labels(engine_id).set(0)
+        self._holders |= held_blocks.keys()
+        for engine_id, count in held_blocks.items():
+            self._held.labels(engine_id).set(count)
 
     def text(self) -> bytes:
         """The exposition."""

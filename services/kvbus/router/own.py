@@ -84,6 +84,7 @@ class OwnPages:
             bus_connected=router.presence.connected,
             engines={"prefill": len(router.fleet.alive("prefill")), "decode": len(router.fleet.alive("decode"))},
             bus=router.presence.counters,
+            held_blocks=router.fleet.held_blocks(),
         )
         reply.whole(OK, [(b"content-type", CONTENT_TYPE)], router.metrics.text())
 

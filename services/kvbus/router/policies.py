@@ -14,6 +14,8 @@ from kvbus.errors import ConfigError
 from kvbus_schemas import Candidate, EngineView, Mode
 
 GROUP = "kvbus.policies"
+HELD_TOKENS_PER_REQUEST = 1000.0
+"""Tokens that an unfinished request stands for in `least_loaded`: a held token is worth as much as one in flight."""
 
 
 class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +97,12 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The engine with the fewest unfinished requests; among equals the one with more free blocks, then in turn."""
+    """The engine with the fewest unfinished requests; among equals the one with more free blocks, then in turn.
+
+    A conversation's tokens that an engine holds count against its load: HELD_TOKENS_PER_REQUEST of them outweigh one
+    unfinished request, since sending the turn there spares moving them once more. So a conversation stays where it is
+    until its engine is busier than another one by more requests than that.
+    """
 
     name = "least_loaded"
 
@@ -115,11 +122,13 @@ class LeastLoaded:
 
 def _scored(engine: EngineView) -> Candidate:
     used = 1.0 - engine.free_blocks / engine.total_blocks if engine.total_blocks else 0.0
+    held = engine.hit_tokens / HELD_TOKENS_PER_REQUEST
+    terms: dict[str, float] = {"running": -engine.running, "waiting": -engine.waiting, "used_blocks": -used}
     return Candidate(
         engine_id=engine.engine_id,
         role=engine.role,
-        score=-(engine.running + engine.waiting) - used,
-        terms={"running": -engine.running, "waiting": -engine.waiting, "used_blocks": -used},
+        score=-(engine.running + engine.waiting) - used + held,
+        terms=terms | {"held_tokens": held} if held else terms,
         load_age_ms=engine.load_age_ms,
     )
 

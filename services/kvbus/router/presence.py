@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict
 
 import structlog
@@ -30,6 +30,9 @@ CARD_TTL_S = 6.0
 log = structlog.get_logger(__name__)
 
 
+async def _nothing(_bus: Bus) -> None: ...
+
+
 class Presence:
     """`replaced` is called with an engine whose successor has shown up: what still waits for it waits in vain."""
 
@@ -42,6 +45,8 @@ class Presence:
         """Messages that the bus did not take."""
         self.cancelled: Callable[[str], None] = lambda _reason: None
         self.last_error = ""
+        self.joined: Callable[[Bus], Awaitable[None]] = _nothing
+        """Awaited once, before requests may use the bus. May raise BusError: then it is tried again."""
         self._settings = settings
         self._incarnation = incarnation
         self._replaced = replaced
@@ -108,6 +113,7 @@ class Presence:
             await bus.subscribe(subjects.of_kind(LoadReported), self._on_load)
             engines = await bus.bucket(subjects.ENGINES_BUCKET, ttl_hint_s=CARD_TTL_S)
             await engines.watch(self._on_card)
+            await self.joined(bus)
         except BusError:
             await bus.close()
             raise

@@ -20,6 +20,7 @@ from kvbus.router.metrics import Metrics
 from kvbus.router.own import OwnPages
 from kvbus.router.presence import Presence
 from kvbus.router.problems import BadRequestError, RouterProblem, error_json
+from kvbus.router.reusing import Reuse
 from kvbus.router.serving import Serving
 from kvbus.router.settings import RouterSettings
 from kvbus_schemas import Mode, Post
@@ -48,6 +49,8 @@ class Router:
         )
         self.presence = Presence(settings, self.fleet, name=name, incarnation=incarnation, replaced=self._replaced)
         self.presence.cancelled = self.metrics.cancelled
+        self.reuse = Reuse(settings)
+        self.presence.joined = self.reuse.joined
         self.afterwards = Afterwards(self.metrics, self.presence.post)
         self.server = Server(self._handle, _limits(settings), error_json)
         self.own = OwnPages(self)
@@ -91,6 +94,7 @@ class Router:
         for task in list(self._lingering):
             task.cancel()
         await asyncio.gather(*self._lingering, return_exceptions=True)
+        await self.reuse.close()
         await self.presence.close()
         for origin in self._origins.values():
             origin.close()
@@ -173,7 +177,8 @@ class Router:
         await self._serve(asked, mode, identity, request, reply)
 
     async def _serve(self, asked: Asked, mode: Mode | None, identity: Identity, request: Request, reply: Reply) -> None:
-        serving = Serving(self, request, reply, asked=asked, identity=identity, mode=mode)
+        turn = self.reuse.turn_of(asked, request.headers)
+        serving = Serving(self, request, reply, asked=asked, identity=identity, mode=mode, turn=turn)
         try:
             async with self.gate:
                 await serving.run()

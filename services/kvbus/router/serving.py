@@ -2,20 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Iterable
-from typing import Protocol
 
 import msgspec
 
 from kvbus.router import bodies
 from kvbus.router.answer import Answer
 from kvbus.router.bodies import Asked
-from kvbus.router.chooser import Chooser, Chosen, Situation
+from kvbus.router.chooser import Chosen, Situation
 from kvbus.router.core import DETAIL_CHARS_MAX, ENGINE_FAULT, Dispatch, Facts, Leg, Verdict, deadline_problem
-from kvbus.router.http import Exchange, LegError, Origin, Reply, Request, request_head
+from kvbus.router.http import LegError, Reply, Request
 from kvbus.router.identity import Identity, fresh_id
+from kvbus.router.legs import Legs, Parts
 from kvbus.router.problems import RouterProblem
-from kvbus.router.settings import RouterSettings
+from kvbus.router.turn import Turn
 from kvbus_schemas import Mode, Post
 
 ERROR_FIRST = b'data: {"error"'
@@ -24,31 +23,19 @@ ERROR_FIRST = b'data: {"error"'
 _json = msgspec.json.Encoder()
 
 
-class Parts(Protocol):
-    """What a request needs of its router."""
-
-    settings: RouterSettings
-    chooser: Chooser
-
-    @property
-    def bus_connected(self) -> bool: ...
-
-    async def post(self, posts: Iterable[Post]) -> None: ...
-
-    def origin(self, url: str) -> Origin: ...
-
-    def linger(self, task: "asyncio.Task[None]") -> None: ...
-
-    def retried(self) -> None: ...
-
-    async def waiting_for_engine(self) -> None: ...
-
-
 class Serving:
     """`run` returns when the client has its answer; it raises RouterProblem when nothing was sent to the client."""
 
     def __init__(
-        self, parts: Parts, request: Request, reply: Reply, *, asked: Asked, identity: Identity, mode: Mode | None
+        self,
+        parts: Parts,
+        request: Request,
+        reply: Reply,
+        *,
+        asked: Asked,
+        identity: Identity,
+        mode: Mode | None,
+        turn: Turn,
     ) -> None:
         self.request = request
         self.dispatch: Dispatch | None = None
@@ -58,14 +45,14 @@ class Serving:
         self._asked = asked
         self.identity = identity
         self._mode = mode
+        self._turn = turn
         self._deadline_at_s = request.arrived_s + parts.settings.deadline_s
-        self._tried: set[str] = set()
-        self._exchanges: dict[Leg, Exchange] = {}
-        self._prefill_task: asyncio.Task[None] | None = None
+        self._legs = Legs(parts, request, identity)
         self._facts = Facts(
             request_id=identity.request_id,
             trace_id=identity.trace_id,
             span_id=identity.span_id,
+            conversation=turn.conversation,
             prompt_bytes=len(asked.body),
             parts=asked.parts,
             attempts_max=1 if asked.kind == "other" else parts.settings.attempts_max,
@@ -90,14 +77,20 @@ class Serving:
             if self.dispatch is not None:
                 await self._obey(self.dispatch, self.dispatch.client_left())
             raise
+        finally:
+            if self._legs.prefill_task is None:  # else the leg itself ends the claim
+                await self._parts.post(self._turn.let_go("not_dispatched"))
+            self.result.reuse = self._turn.said
 
     # One dispatch
 
     async def _attempt(self, attempt: int) -> bool:
         """One dispatch. False: another one is wanted."""
+        if attempt == 1 and self._turn.conversation and self._may_split():
+            await self._parts.reuse.claim(self._turn, self.identity.request_id)
         dispatch, decided_us = self._new_dispatch(attempt)
         self.dispatch = dispatch
-        await self._parts.post((dispatch.decided(decided_us),))
+        await self._parts.post((*self._bind(dispatch), dispatch.decided(decided_us)))
         if dispatch.mode == "early":
             return await self._early(dispatch)
         if dispatch.mode == "local":
@@ -118,14 +111,32 @@ class Serving:
         )
         return dispatch, (time.perf_counter_ns() - started_ns) // 1000
 
+    def _may_split(self) -> bool:
+        return self._parts.chooser.may_split(self._asked, self._situation(1))
+
+    def _bind(self, dispatch: Dispatch) -> tuple[Post, ...]:
+        """The dispatch takes the claim along, if it can use it and no earlier one has had it."""
+        turn = self._turn
+        if not turn.is_open:
+            return ()
+        assert turn.grant is not None
+        holder = self._parts.chooser.fleet.engines.get(turn.grant.holder_id)
+        posts = turn.bind(dispatch.mode, dispatch.prefill, holder)
+        dispatch.reuse = turn.grant
+        return posts
+
     def _situation(self, attempt: int) -> Situation:
+        grant = self._turn.grant if attempt == 1 else None
         return Situation(
             now_s=time.monotonic(),
             bus_connected=self._parts.bus_connected,
             asked=self._mode,
             attempt=attempt,
-            tried=frozenset(self._tried),
+            tried=frozenset(self._legs.tried),
             retry_after_s=self._parts.settings.retry_after_s,
+            conversation=self._turn.conversation,
+            holder_id=grant.holder_id if grant else "",
+            held_tokens=grant.token_count if grant else 0,
         )
 
     def _transfer_deadline_s(self) -> float:
@@ -136,11 +147,11 @@ class Serving:
         """Both legs at once; the answer is decode's."""
         to_prefill = bodies.prefill_body(self._asked, _params(dispatch, "prefill"))
         to_decode = bodies.decode_body(self._asked, _params(dispatch, "decode"))
-        self._prefill_task = asyncio.create_task(self._prefill_beside(dispatch, to_prefill))
+        self._legs.prefill_task = asyncio.create_task(self._prefill_beside(dispatch, to_prefill))
         try:
             return await self._decode_leg(dispatch, to_decode)
         finally:
-            self._parts.linger(self._prefill_task)
+            self._parts.linger(self._legs.prefill_task)
 
     async def _prefill_beside(self, dispatch: Dispatch, body: bytes) -> None:
         verdict, _ = await self._prefill_leg(dispatch, body)
@@ -155,7 +166,8 @@ class Serving:
         if verdict.step == "retry":
             return False
         if verdict.step == "pass_on":
-            self._answer.whole(dispatch, self._exchanges["prefill"], answer)
+            self.result.reuse = self._turn.said
+            self._answer.whole(dispatch, self._legs.exchanges["prefill"], answer)
             return True
         params = bodies.params_of(answer) if pull else await self._decode_chosen(dispatch)
         return await self._decode_leg(
@@ -183,17 +195,24 @@ class Serving:
         assert dispatch.prefill is not None
         answer = b""
         try:
-            exchange = await self._send(dispatch, "prefill", body)
+            exchange = await self._legs.send(dispatch, "prefill", body)
             answer = await exchange.whole(self._parts.settings.prefill_answer_bytes_max)
             verdict = dispatch.answered("prefill", exchange.status)
             failed = exchange.status >= ENGINE_FAULT
         except LegError as error:
             verdict = dispatch.failed("prefill", str(error))
             failed = True
+        except asyncio.CancelledError:
+            await self._parts.post(self._turn.let_go("prefill_closed"))
+            raise
         finally:
-            self._over(dispatch, "prefill")
+            self._legs.over(dispatch, "prefill")
         if failed:
-            self._engine_failed(dispatch.prefill.engine_id)
+            self._legs.engine_failed(dispatch, "prefill")
+        if self._turn.is_open:
+            params = bodies.params_of(answer)
+            posts = self._turn.let_go("prefill_failed") if failed else self._turn.reported(params)
+            await self._parts.post(posts)
         return verdict, answer
 
     async def _decode_leg(self, dispatch: Dispatch, body: bytes) -> bool:
@@ -207,70 +226,52 @@ class Serving:
             await self._pass_on(dispatch)
             return True
         finally:
-            self._over(dispatch, "decode")
+            self._legs.over(dispatch, "decode")
 
     async def _pass_on(self, dispatch: Dispatch) -> None:
         assert dispatch.decode is not None
+        await self._hear_of_reuse(dispatch)
         try:
-            await self._answer.pass_on(dispatch, self._exchanges["decode"])
+            await self._answer.pass_on(dispatch, self._legs.exchanges["decode"])
             dispatch.ended()
         except LegError as error:
-            self._engine_failed(dispatch.decode.engine_id)
+            self._legs.engine_failed(dispatch, "decode")
             await self._obey(dispatch, dispatch.failed("decode", str(error)))
+
+    async def _hear_of_reuse(self, dispatch: Dispatch) -> None:
+        """Hold the answer's head until prefill has said what it took over, for a moment."""
+        task = self._legs.prefill_task
+        if self._turn.is_open and dispatch.mode == "early" and task is not None:
+            await asyncio.wait({task}, timeout=self._parts.settings.reuse_report_ms / 1000.0)
+        self.result.reuse = self._turn.said
 
     async def _decode_verdict(self, dispatch: Dispatch, body: bytes) -> Verdict:
         assert dispatch.decode is not None
         try:
-            exchange = await self._send(dispatch, "decode", body)
+            exchange = await self._legs.send(dispatch, "decode", body)
             first = await exchange.first_bytes()
         except LegError as error:
-            self._engine_failed(dispatch.decode.engine_id)
+            self._legs.engine_failed(dispatch, "decode")
             return dispatch.failed("decode", str(error))
         if first.startswith(ERROR_FIRST) and dispatch.attempt < self._facts.attempts_max:
             verdict = dispatch.failed("decode", first[:DETAIL_CHARS_MAX].decode(errors="replace"))
         else:
             verdict = dispatch.answered("decode", exchange.status)
         if verdict.step == "retry":
-            self._engine_failed(dispatch.decode.engine_id)
+            self._legs.engine_failed(dispatch, "decode")
         return verdict
-
-    async def _send(self, dispatch: Dispatch, leg: Leg, body: bytes) -> Exchange:
-        engine = dispatch.prefill if leg == "prefill" else dispatch.decode
-        assert engine is not None
-        origin = self._parts.origin(engine.http_url)
-        method = self.request.method
-        length = len(body) if body or method not in {b"GET", b"HEAD"} else None
-        target = origin.prefix + self.request.target
-        head = request_head(method, target, origin.authority, self.identity.leg_headers, length)
-        dispatch.sent(leg)
-        self._parts.chooser.fleet.sent(engine.engine_id)
-        exchange = await origin.send(head + body, head_only=method == b"HEAD")
-        self._exchanges[leg] = exchange
-        if leg == "decode":
-            await self._parts.waiting_for_engine()
-        return exchange
-
-    def _over(self, dispatch: Dispatch, leg: Leg) -> None:
-        """The leg is done with, one way or another."""
-        engine = dispatch.prefill if leg == "prefill" else dispatch.decode
-        assert engine is not None
-        self._parts.chooser.fleet.finished(engine.engine_id)
-        exchange = self._exchanges.get(leg)
-        if exchange is not None:
-            exchange.abandon()
-
-    def _engine_failed(self, engine_id: str) -> None:
-        self._tried.add(engine_id)
-        self._parts.chooser.fleet.failed(engine_id, time.monotonic())
 
     # Verdicts
 
     async def _obey(self, dispatch: Dispatch, verdict: Verdict) -> None:
         """Publish, close legs; raise what ends the request without an answer from an engine."""
+        posts = verdict.posts
         for leg in verdict.close:
-            self._close(leg)
-        if verdict.posts:
-            await self._parts.post(verdict.posts)
+            self._legs.close(leg)
+            if leg == "prefill":
+                posts += self._turn.let_go("prefill_closed")
+        if posts:
+            await self._parts.post(posts)
         if verdict.step == "retry":
             await self._parts.post(dispatch.served("retried", 0, error=str(verdict.problem)))
         elif verdict.step == "give_up":
@@ -279,13 +280,6 @@ class Serving:
         elif verdict.step == "break_off":
             assert verdict.problem is not None
             self._answer.break_off(verdict.problem)
-
-    def _close(self, leg: Leg) -> None:
-        if leg == "prefill" and self._prefill_task is not None:
-            self._prefill_task.cancel()
-        exchange = self._exchanges.get(leg)
-        if exchange is not None:
-            exchange.abandon()
 
 
 def _params(dispatch: Dispatch, leg: Leg) -> bytes:

@@ -37,6 +37,19 @@ class RouterSettings(BusSettings, frozen=True, forbid_unknown_fields=True):
     connections_max: int = 4096
     idle_timeout_s: float = 75.0
     read_timeout_s: float = 30.0
+    reuse: bool = True
+    """Give prefill what decode still holds of a conversation."""
+    reuse_by_messages: bool = True
+    """Recognise a chat without an id by its leading messages."""
+    reuse_ask_ms: float = 50.0
+    """A request waits so long, in milliseconds, for the answer to who holds its conversation."""
+    reuse_report_ms: float = 200.0
+    """The head of an answer waits so long after decode's first byte for prefill's word on what it took over."""
+    reuse_secret: str = ""
+    """Secret of conversation keys, the same for all routers; empty: one that they share over JetStream."""
+    tenant_header: str = ""
+    """A header that names the tenant, set by a gateway that clients cannot get around; else the API key stands for
+    the tenant."""
     drain_s: float = 30.0
     """After SIGTERM, running answers have so long to finish."""
 
