@@ -153,7 +153,7 @@ def register_bench(bench_app: typer.Typer) -> None:
     """Add `handoff` to the group `kvbus bench`."""
 
     @bench_app.command(name="handoff")
-    def handoff(  # noqa: PLR0917  (options are given by name)
+    def handoff(
         quick: Annotated[bool, typer.Option(help="two arms, one length, under a minute once engines are up")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
         rounds: Annotated[int | None, typer.Option(min=1, help="turns of every arm at every point")] = None,

@@ -123,6 +123,7 @@ def client_samples(answers: list[Answer], took_s: float) -> Samples:
     return {
         "ttft_ms": [answer.ttft_s * 1e3 for answer in answers],
         "tpot_ms": [answer.tpot_s * 1e3 for answer in answers],
+        "answer_ms": [(answer.ttft_s + answer.tpot_s * (len(answer.tokens) - 1)) * 1e3 for answer in answers],
         "requests_per_s": [len(answers) / took_s],
     }
 

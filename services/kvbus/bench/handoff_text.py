@@ -12,17 +12,18 @@ from kvbus.bench.report import Arm, Metric, Report
 
 WIDTH = 170
 ROWS = (
-    ("finish_to_write_ms", "prefill finished → last WRITE submitted, ms"),
-    ("finish_to_start_ms", "prefill finished → decode's start, ms"),
+    ("finish_to_write_ms", "finished → last WRITE submitted, ms"),
+    ("finish_to_start_ms", "finished → decode's start, ms"),
     ("register_to_order_ms", "registration → order in prefill, ms"),
     ("ttft_ms", "time to first token, ms"),
     ("tpot_ms", "time per output token, ms"),
+    ("answer_ms", "the whole answer, ms"),
     ("requests_per_s", "requests per second"),
     ("tail_bytes", "bytes left when prefill ends"),
     ("writes", "WRITEs (pull: READs) per request"),
     ("bus_messages", "bus messages per request"),
     ("bus_bytes", "bus bytes per request"),
-    ("cpu_ms_prefill_http", "CPU ms per request: prefill's HTTP server"),
+    ("cpu_ms_prefill_http", "CPU ms: prefill's HTTP server"),
     ("cpu_ms_prefill_scheduler", "  prefill's scheduler"),
     ("cpu_ms_prefill_worker", "  prefill's worker"),
     ("cpu_ms_decode_http", "  decode's HTTP server"),
@@ -45,7 +46,9 @@ def text_of(report: Report) -> str:
     console = Console(file=out, width=WIDTH, color_system=None)
     conditions = report.conditions
     console.print(f"kvbus bench handoff, {conditions['date']}, commit {conditions['commit']}, {conditions['machine']}")
-    console.print(f"{conditions['what']}; load average {conditions['load_average']}")
+    console.print(f"{conditions['what']}")
+    console.print(f"load average {conditions['load_average']} (what else ran here is in all figures)")
+    console.print("Finished: request_finished in prefill's scheduler. CPU: per request.")
     console.print("Cells: median / 99th percentile ± half the distance between the quartiles of the rounds' medians.\n")
     for key in conditions["points"]:
         length, _, concurrency = key.partition("_c")
