@@ -302,7 +302,7 @@ class RankSide:
         before = self._cards.get(card.engine_id)
         self._cards[card.engine_id] = card
         if before is not None and before.incarnation != card.incarnation:
-            self._forget(before)
+            self._do(self._forget(before))
         key = f"{card.engine_id}.{card.incarnation}"
         if time.monotonic() - self._refused_s.get(key, -HANDSHAKE_AGAIN_S) < HANDSHAKE_AGAIN_S:
             return None
