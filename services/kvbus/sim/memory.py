@@ -138,7 +138,8 @@ class Memory:
             content = tokens[: min(end, (index + 1) * size)]
             for shard in shards:
                 before = block.cells[shard] or ()
-                if block.readers and before[: len(content)] != content[: len(before)]:
+                read = block.readers and any(shard in nic.shards for nic in block.readers)
+                if read and before[: len(content)] != content[: len(before)]:
                     self._violate(
                         request, f"block {request.block_ids[index]} is overwritten while it is read", "1 source"
                     )
