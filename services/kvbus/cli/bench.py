@@ -8,10 +8,14 @@ bench = typer.Typer(no_args_is_help=True, help="Measure: every figure is a ratio
 def register(app: typer.Typer) -> None:
     """Add `kvbus bench`."""
     from kvbus.bench.handoff import register_bench as register_handoff
+    from kvbus.bench.multiturn import register_bench as register_multiturn
     from kvbus.bench.reuse import register_bench as register_reuse
     from kvbus.bench.router import register_bench as register_router
+    from kvbus.bench.workload import register_bench as register_workload
 
     register_handoff(bench)
     register_router(bench)
     register_reuse(bench)
+    register_multiturn(bench)
+    register_workload(bench)
     app.add_typer(bench, name="bench")
