@@ -1,6 +1,7 @@
 """What the router refuses, and the pages and paths that it answers or forwards."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -106,7 +107,7 @@ async def test_headers_over_the_limit_get_431_finished_or_not(world: World, end:
 
 async def test_what_is_no_http_gets_400(world: World) -> None:
     await world.start()
-    assert (await world.raw(b"\x16\x03\x01 hello\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+    assert re.match(rb"HTTP/1\.[01] 400 ", await world.raw(b"\x16\x03\x01 hello\r\n\r\n"))
 
 
 async def test_over_the_connection_limit_the_answer_is_503(world: World) -> None:
@@ -201,7 +202,7 @@ async def test_an_old_client_gets_its_answer_and_a_closed_connection(world: Worl
     await world.engine("decode")
     await world.start()
     answer = await world.raw(raw_post(b'{"prompt": "a", "stream": true}', version=b"1.0"))
-    assert answer.startswith(OK)
+    assert answer.startswith(b"HTTP/1.0 200 OK")
     assert b"chunked" not in answer
     assert answer.endswith(b"data: [DONE]\n\n")
 

@@ -1,8 +1,7 @@
 """What is left to do for a request once its client has been served: RequestServed, metrics, one line in the log.
 
-None of it is urgent, and done at once it would stand in the way of the next request. So it is kept and done while the
-router waits for an engine anyway, or DELAY_S later. RequestServed then shares a write to NATS with the RouteDecided of
-a later request, and many lines share one to the log.
+None of it is urgent, and done at once it would stand in the way of the next request. So it is done DELAY_S later, for
+all requests of that time: they share a write to NATS and one to the log.
 """
 
 import asyncio
@@ -54,7 +53,7 @@ class Afterwards:
             self._timer = asyncio.get_running_loop().call_later(DELAY_S, self._late)
 
     async def work(self) -> None:
-        """Do all of it now; the log's lines are written DELAY_S after the first of them."""
+        """Do all of it now."""
         pending = self._pending
         if not pending:
             return

@@ -11,6 +11,7 @@ from kvbus.router.identity import Identity, answer_headers
 from kvbus.router.problems import RouterProblem, error_event
 
 BAD_REQUEST = 400
+HEAD = b"HEAD"
 
 
 class Result(msgspec.Struct):
@@ -47,20 +48,25 @@ class Answer:
         self._done(exchange.status)
 
     async def pass_on(self, dispatch: Dispatch, exchange: Exchange) -> None:
-        """An answer as it comes, byte by byte. Raises LegError when it breaks off."""
+        """An answer as it comes, byte by byte. Raises LegError when it breaks off, ConnectionError when the client
+        has gone."""
+        first = await exchange.first_bytes()
+        if exchange.complete and self._request.method != HEAD:
+            self.whole(dispatch, exchange, first)
+            return
         self._begin(exchange)
-        self._reply.start(exchange.status, self._headers(dispatch, exchange), _length(exchange))
-        await exchange.pipe(self._reply)
-        self._reply.end()
+        await self._reply.start(exchange.status, self._headers(dispatch, exchange), _length(exchange))
+        while part := await exchange.more():
+            await self._reply.write(part)
+        await self._reply.end()
         self._done(exchange.status)
 
-    def break_off(self, problem: RouterProblem) -> None:
+    async def break_off(self, problem: RouterProblem) -> None:
         """The answer has begun and cannot be completed: say so inside the stream, or visibly end it early."""
         self.result.error = problem.message
-        self._reply.keep_alive = False
         if self._exchange is not None and _is_event_stream(self._exchange):
             gap = b"" if self._reply.last.endswith(b"\n\n") else b"\n\n"  # what broke off may be half an event
-            self._reply.end(gap + error_event(problem.status, problem.code, problem.message))
+            await self._reply.end_early(gap + error_event(problem.status, problem.code, problem.message))
         else:
             self._reply.break_off()
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from kvbus.router.chooser import Chooser
 from kvbus.router.core import Dispatch, Leg
 from kvbus.router.fleet import Engine
-from kvbus.router.http import Exchange, Origin, Request, request_head
+from kvbus.router.http import Exchange, Origin, Request
 from kvbus.router.identity import Identity
 from kvbus.router.reusing import Reuse
 from kvbus.router.settings import RouterSettings
@@ -33,8 +33,6 @@ class Parts(Protocol):
 
     def retried(self) -> None: ...
 
-    async def waiting_for_engine(self) -> None: ...
-
 
 class Legs:
     """Those of all dispatches of a request, one after the other."""
@@ -50,19 +48,13 @@ class Legs:
         self._identity = identity
 
     async def send(self, dispatch: Dispatch, leg: Leg, body: bytes) -> Exchange:
-        """Send a leg. Raises LegError."""
+        """Send a leg and wait for its answer's head. Raises LegError."""
         engine = _engine(dispatch, leg)
         origin = self._parts.origin(engine.http_url)
-        method = self._request.method
-        length = len(body) if body or method not in {b"GET", b"HEAD"} else None
-        target = origin.prefix + self._request.target
-        head = request_head(method, target, origin.authority, self._identity.leg_headers, length)
         dispatch.sent(leg)
         self._parts.chooser.fleet.sent(engine.engine_id)
-        exchange = await origin.send(head + body, head_only=method == b"HEAD")
+        exchange = await origin.send(self._request.method, self._request.target, self._identity.leg_headers, body)
         self.exchanges[leg] = exchange
-        if leg == "decode":
-            await self._parts.waiting_for_engine()
         return exchange
 
     def over(self, dispatch: Dispatch, leg: Leg) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from kvbus.router.chooser import Chooser
 from kvbus.router.fleet import Engine, Fleet
 from kvbus.router.gate import Gate
-from kvbus.router.http import LegError, Origin, Reply, Request, Server, request_head
+from kvbus.router.http import LegError, Origin, Reply, Request, Server
 from kvbus.router.identity import identify
 from kvbus.router.metrics import CONTENT_TYPE, Metrics
 from kvbus.router.presence import Presence
@@ -104,8 +104,7 @@ class OwnPages:
         headers = identify(request.headers).leg_headers
         try:
             async with asyncio.timeout(MODELS_TIMEOUT_S):
-                target = origin.prefix + b"/v1/models"
-                exchange = await origin.send(request_head(b"GET", target, origin.authority, headers, None))
+                exchange = await origin.send(b"GET", b"/v1/models", headers)
                 answer = await exchange.whole(MODELS_BYTES_MAX)
             if exchange.status != OK:
                 return fallback

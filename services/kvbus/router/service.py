@@ -97,7 +97,7 @@ class Router:
         await self.reuse.close()
         await self.presence.close()
         for origin in self._origins.values():
-            origin.close()
+            await origin.close()
 
     # For requests (serving.Parts)
 
@@ -109,10 +109,6 @@ class Router:
     async def post(self, posts: Iterable[Post]) -> None:
         """Publish."""
         await self.presence.post(posts)
-
-    async def waiting_for_engine(self) -> None:
-        """There is time now."""
-        await self.afterwards.work()
 
     def origin(self, url: str) -> Origin:
         """The connections to an engine."""
@@ -138,7 +134,9 @@ class Router:
         """An engine has come back as another incarnation: what the old one still owes will never come."""
         origin = self._origins.pop(dead.http_url, None)
         if origin is not None:
-            origin.close()
+            task = asyncio.create_task(origin.close(), name="origin-close")
+            self._lingering.add(task)
+            task.add_done_callback(self._lingering.discard)
 
     # HTTP
 
@@ -147,6 +145,8 @@ class Router:
             await self._route(request, reply)
         except RouterProblem as problem:
             self._refuse(reply, problem, b"")
+        except ConnectionError:
+            raise  # the client has left
         except Exception:
             log.exception("request_crashed", path=request.path.decode(errors="replace"))
             raise
@@ -186,7 +186,7 @@ class Router:
             serving.result.status = problem.status
             serving.result.error = problem.message
             self._refuse(reply, problem, identity.request_id.encode())
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ConnectionError):
             serving.result.outcome, serving.result.status = "cancelled", CLIENT_LEFT_STATUS
             raise
         finally:

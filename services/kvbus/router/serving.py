@@ -71,7 +71,7 @@ class Serving:
             if self.dispatch is None:
                 raise deadline_problem() from None
             await self._obey(self.dispatch, self.dispatch.deadline_passed())
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ConnectionError):
             if self._answer.complete:
                 return
             if self.dispatch is not None:
@@ -279,7 +279,7 @@ class Serving:
             raise verdict.problem
         elif verdict.step == "break_off":
             assert verdict.problem is not None
-            self._answer.break_off(verdict.problem)
+            await self._answer.break_off(verdict.problem)
 
 
 def _params(dispatch: Dispatch, leg: Leg) -> bytes:

@@ -1,203 +1,134 @@
-"""The client half: kept-alive connections to one origin, and one exchange at a time on each.
+"""The client half: requests to one origin over its kept connections, and their responses, byte by byte.
 
-A body is either collected or piped straight from the parser into a reply, without a task switch per chunk. Nothing is
-ever sent twice from here: an exchange that breaks says so, and its caller decides about another one.
+Nothing that is not idempotent is ever sent twice from here: an exchange that breaks says so, and its caller decides
+about another one. An exchange that is abandoned closes its connection, so that the other side sees it.
 """
 
-import asyncio
+import io
 import socket
-import ssl
-from collections import deque
-from typing import cast
-from urllib.parse import urlsplit
+from typing import Literal
 
-import httptools
+import aiohttp
+from aiohappyeyeballs import AddrInfoType
+from yarl import URL
 
-from kvbus.router.http.exchange import Exchange, LegError
+from kvbus.router.http.wire import Headers, for_aiohttp, lowered
 
 IDLE_S = 4.0
 """Age in seconds at which a kept connection is given up: uvicorn, and with it vLLM, closes at 5."""
-FINAL = 200
-"""Statuses below it (100 Continue and its kin) are no answers yet."""
-KEPT_MAX = 256
-"""Idle connections kept per origin."""
+READ_BYTES = 64 * 1024
+"""What is read ahead of a slow client, twice over, before its engine is held back."""
+PLAIN_BODY_BYTES_MAX = 512 * 1024
+"""Longer bodies are written piece by piece, so that they do not hold up everybody else."""
+ADDED_BY_AIOHTTP = ("accept", "accept-encoding", "content-type", "user-agent")
+"""Headers that must not appear where the client has not sent them."""
+
+Failure = Literal["connect", "lost", "protocol", "too_large"]
+
+
+class LegError(Exception):
+    """The other side could not be reached, broke off or spoke no HTTP."""
+
+    def __init__(self, failure: Failure, detail: str) -> None:
+        super().__init__(detail)
+        self.failure: Failure = failure
+
+
+class Exchange:
+    """A response whose head has come."""
+
+    __slots__ = ("_first", "_response", "_where", "headers", "status")
+
+    def __init__(self, response: aiohttp.ClientResponse, where: str) -> None:
+        self._response = response
+        self._where = where
+        self._first: bytes | None = None
+        self.status = response.status
+        self.headers = lowered(response.raw_headers)
+
+    @property
+    def complete(self) -> bool:
+        """True once every byte of the body has been read."""
+        return self._response.content.at_eof()
+
+    async def first_bytes(self) -> bytes:
+        """Wait for the first bytes of the body, or its end; they are given by `more` once again. Raises LegError."""
+        if self._first is None:
+            self._first = await self._read()
+        return self._first
+
+    async def more(self) -> bytes:
+        """The next bytes, as many as there are; none at the end of the body. Raises LegError."""
+        first, self._first = self._first, None
+        return await self._read() if first is None else first
+
+    async def whole(self, bytes_max: int) -> bytes:
+        """The whole body. Raises LegError, also on a body over `bytes_max`."""
+        parts: list[bytes] = []
+        size = 0
+        while part := await self.more():
+            parts.append(part)
+            size += len(part)
+            if size > bytes_max:
+                self.abandon()
+                raise LegError("too_large", f"a response is over {bytes_max} bytes")
+        return b"".join(parts)
+
+    def abandon(self) -> None:
+        """Close the connection unless the exchange is over: the other side sees that nobody listens."""
+        self._response.close()
+
+    async def _read(self) -> bytes:
+        try:
+            return await self._response.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise LegError("lost", f"{self._where} broke off ({error})") from error
 
 
 class Origin:
-    """Connections to one scheme, host and port."""
+    """One scheme, host and port, with the connections to it."""
 
     def __init__(self, url: str, *, connect_timeout_s: float) -> None:
-        parts = urlsplit(url)
-        self.host = parts.hostname or ""
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
-        self.authority = parts.netloc.rpartition("@")[2].encode()
-        self.prefix = parts.path.rstrip("/").encode()
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._connect_timeout_s = connect_timeout_s
-        self._kept: deque[_Connection] = deque()
-        self._open: set[_Connection] = set()
-
-    async def send(self, data: bytes, *, head_only: bool = False) -> Exchange:
-        """Send a whole request; the answer is read from the exchange. Raises LegError when nothing answers there."""
-        connection = self._idle() or await self._connect()
-        return connection.begin(data, head_only=head_only)
-
-    def close(self) -> None:
-        """Break every exchange and drop every connection."""
-        for connection in list(self._open):
-            connection.close()
-
-    def _idle(self) -> "_Connection | None":
-        kept = self._kept
-        while kept:
-            connection = kept.pop()
-            if connection.usable(IDLE_S):
-                return connection
-            connection.close()
-        return None
-
-    async def _connect(self) -> "_Connection":
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self, loop), self.host, self.port, ssl=self._tls
-                )
-        except (OSError, TimeoutError) as error:
-            where = f"{self.host}:{self.port}"
-            raise LegError("connect", f"{where}: {str(error) or 'no answer in time'}") from error
-        return connection
-
-    # Called by the connections.
-
-    def opened(self, connection: "_Connection") -> None:
-        self._open.add(connection)
-
-    def freed(self, connection: "_Connection") -> None:
-        """The connection is free again: keep it, and give up one that has idled too long."""
-        self._kept.append(connection)
-        if len(self._kept) > KEPT_MAX or not self._kept[0].usable(IDLE_S):
-            self._kept.popleft().close()
-
-    def lost(self, connection: "_Connection") -> None:
-        self._open.discard(connection)
-        if connection in self._kept:
-            self._kept.remove(connection)
-
-
-class _Connection(asyncio.Protocol):
-    __slots__ = ("_delimited", "_exchange", "_freed_at", "_loop", "_origin", "_parser", "_transport")
-
-    def __init__(self, origin: Origin, loop: asyncio.AbstractEventLoop) -> None:
-        self._origin = origin
-        self._loop = loop
-        self._parser = httptools.HttpResponseParser(self)
-        self._exchange: Exchange | None = None
-        self._transport: asyncio.Transport | None = None
-        self._freed_at = 0.0
-        self._delimited = False
-
-    def begin(self, data: bytes, *, head_only: bool) -> Exchange:
-        assert self._exchange is None
-        assert self._transport is not None
-        self._exchange = Exchange(self, head_only=head_only)
-        self._delimited = False
-        self._transport.write(data)
-        return self._exchange
-
-    def readable(self) -> asyncio.ReadTransport:
-        assert self._transport is not None
-        return self._transport
-
-    def usable(self, idle_s: float) -> bool:
-        return (
-            self._transport is not None
-            and not self._transport.is_closing()
-            and self._loop.time() - self._freed_at < idle_s
+        self._url = url.rstrip("/")
+        self._where = URL(url).authority
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, socket_factory=_socket),
+            timeout=aiohttp.ClientTimeout(total=None, connect=connect_timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=ADDED_BY_AIOHTTP,
+            auto_decompress=False,
+            read_bufsize=READ_BYTES,
         )
 
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-    # asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
-        _keep_alive(self._transport)
-        self._origin.opened(self)
-
-    def data_received(self, data: bytes) -> None:
-        if self._exchange is None:
-            self.close()  # nobody asked
-            return
+    async def send(self, method: bytes, target: bytes, headers: Headers, body: bytes = b"") -> Exchange:
+        """Send a request and wait for the head of its response. Raises LegError."""
         try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            if self._exchange is not None:
-                self._exchange.fail(LegError("protocol", f"no HTTP from {self._origin.host}: {error!r}"))
-            self.close()
+            response = await self._session.request(
+                method.decode("latin-1"),
+                URL(self._url + target.decode("utf-8", "surrogateescape"), encoded=True),
+                headers=for_aiohttp(headers),
+                data=(body if len(body) <= PLAIN_BODY_BYTES_MAX else io.BytesIO(body)) or None,
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise LegError("connect", f"{self._where}: {error}") from error
+        except (aiohttp.ClientResponseError, ValueError) as error:
+            raise LegError("protocol", f"no HTTP from {self._where}: {error!r}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise LegError("lost", f"{self._where} closed the connection ({error})") from error
+        return Exchange(response, self._where)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._origin.lost(self)
-        exchange, self._exchange = self._exchange, None
-        if exchange is None:
-            return
-        if exchange.status and not self._delimited and exc is None:
-            exchange.finish()  # the body ended with the connection
-        else:
-            where = f"{self._origin.host}:{self._origin.port}"
-            exchange.fail(LegError("lost", f"{where} closed the connection{f' ({exc})' if exc else ''}"))
-
-    # httptools
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._exchange is not None:
-            name = name.lower()
-            self._exchange.headers.append((name, value))
-            if name in {b"content-length", b"transfer-encoding"}:
-                self._delimited = True
-
-    def on_headers_complete(self) -> None:
-        exchange = self._exchange
-        if exchange is None:
-            return
-        exchange.status = self._parser.get_status_code()
-        if exchange.head_only and exchange.status >= FINAL:
-            self._exchange = None
-            exchange.finish()
-            self.close()
-
-    def on_body(self, data: bytes) -> None:
-        if self._exchange is not None:
-            self._exchange.take(data)
-
-    def on_message_complete(self) -> None:
-        exchange = self._exchange
-        if exchange is None:
-            return
-        if exchange.status < FINAL:  # 100 Continue and its kin
-            exchange.status = 0
-            exchange.headers.clear()
-            return
-        self._exchange = None
-        if not self.readable().is_reading():
-            self.readable().resume_reading()  # stopped by these very last bytes
-        if self._parser.should_keep_alive():
-            self._freed_at = self._loop.time()
-            self._origin.freed(self)
-        else:
-            self.close()
-        exchange.finish()
+    async def close(self) -> None:
+        """Break every exchange and drop every connection."""
+        await self._session.close()
 
 
-def _keep_alive(transport: asyncio.Transport) -> None:
-    """Let the kernel find out within half a minute that the machine on the other side is gone."""
-    sock = transport.get_extra_info("socket")
-    if sock is None or sock.family not in {socket.AF_INET, socket.AF_INET6}:
-        return
+def _socket(info: AddrInfoType) -> socket.socket:
+    """A socket whose kernel finds out within half a minute that the machine on the other side is gone."""
+    sock = socket.socket(info[0], info[1], info[2])
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    return sock

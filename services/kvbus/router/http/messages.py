@@ -1,11 +1,17 @@
 """A request as a handler sees it, and the reply that it writes."""
 
 import asyncio
-from typing import Protocol
+import contextlib
 
 import msgspec
+from aiohttp import HttpVersion11, web
 
-from kvbus.router.http.wire import Headers, response_head
+from kvbus.router.http.wire import Headers, for_aiohttp
+
+LAST_WORDS_S = 1.0
+"""How long a reply that breaks off waits for a client that does not read, in seconds."""
+SERVER = ("server", "kvbus")
+"""Said where the engine does not say what it is."""
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,27 +24,22 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """A connection on which nothing is asked for so long is closed."""
     read_timeout_s: float = 30.0
     """A request must have arrived completely after so long."""
-    pipelined_max: int = 16
-    """Requests that a client may send ahead on one connection."""
 
 
 class Request:
     """One whole request. Header names are lower case."""
 
-    __slots__ = ("arrived_s", "body", "chunks", "headers", "keep_alive", "method", "path", "target", "version")
+    __slots__ = ("arrived_s", "body", "headers", "method", "path", "target")
 
-    def __init__(self, arrived_s: float) -> None:
+    def __init__(self, method: bytes, target: bytes, headers: Headers, body: bytes, arrived_s: float) -> None:
+        self.method = method
+        self.target = target
+        self.path = target.partition(b"?")[0]
+        """The target without its query."""
+        self.headers = headers
+        self.body = body
         self.arrived_s = arrived_s
         """time.monotonic() when the request was complete; a loop's clock may count in whole milliseconds."""
-        self.method = b""
-        self.target = b""
-        self.path = b""
-        """The target without its query."""
-        self.version = "1.1"
-        self.headers: Headers = []
-        self.chunks: list[bytes] = []
-        self.body = b""
-        self.keep_alive = False
 
     def header(self, name: bytes) -> bytes | None:
         """The first header of that name."""
@@ -48,77 +49,65 @@ class Request:
         return None
 
 
-class Wire(Protocol):
-    """What a reply needs of its connection."""
-
-    def send(self, data: bytes) -> None: ...
-
-    def throttle(self, source: asyncio.ReadTransport | None) -> None: ...
-
-    def abort(self) -> None: ...
-
-
 class Reply:
-    """The answer to one request: `start`, any number of `write`, `end`. The head leaves with the first bytes."""
+    """The answer to one request: `whole`, or `start`, any number of `write`, `end`. A write waits for a client that
+    is behind, and raises ConnectionError when it has gone."""
 
-    __slots__ = ("_chunked", "_head", "_no_body", "_wire", "ended", "keep_alive", "last", "started", "status")
+    __slots__ = ("_http", "ended", "last", "response")
 
-    def __init__(self, wire: Wire, request: Request) -> None:
-        self._wire = wire
-        self._head = b""
-        self._no_body = request.method == b"HEAD"
-        self._chunked = request.version != "1.0"
-        self.keep_alive = request.keep_alive
-        self.started = False
+    def __init__(self, http: web.BaseRequest) -> None:
+        self._http = http
+        self.response: web.StreamResponse | None = None
+        """What the server returns to aiohttp."""
         self.ended = False
-        self.status = 0
         self.last = b""
         """The bytes that were written last."""
 
-    def start(self, status: int, headers: Headers, length: int | None) -> None:
-        """Begin; `length` is the body's in bytes, None for a stream of unknown length."""
-        assert not self.started
-        self.started = True
-        self.status = status
-        framing = b""
+    @property
+    def started(self) -> bool:
+        """True once there is a status."""
+        return self.response is not None
+
+    async def start(self, status: int, headers: Headers, length: int | None) -> None:
+        """Begin; `length` is the body's in bytes, None for a stream of unknown length. The head leaves at once."""
+        response = self.response = web.StreamResponse(status=status, headers=for_aiohttp(headers))
+        response.headers.setdefault(*SERVER)
         if length is not None:
-            framing = b"content-length: %d\r\n" % length
-            self._chunked = False
-        elif self._chunked:
-            framing = b"transfer-encoding: chunked\r\n"
-        else:
-            self.keep_alive = False  # HTTP/1.0: the body ends with the connection
-        if not self.keep_alive:
-            framing += b"connection: close\r\n"
-        self._head = response_head(status, headers, framing)
+            response.content_length = length
+        elif self._http.version < HttpVersion11:
+            response.force_close()  # the body ends with the connection
+        await response.prepare(self._http)
 
-    def write(self, data: bytes) -> None:
+    async def write(self, data: bytes) -> None:
         """Some of the body."""
-        if not data or self._no_body:
-            return
+        assert self.response is not None
         self.last = data
-        head, self._head = self._head, b""
-        self._wire.send(b"%b%x\r\n%b\r\n" % (head, len(data), data) if self._chunked else head + data)
+        await self.response.write(data)
 
-    def end(self, data: bytes = b"") -> None:
+    async def end(self, data: bytes = b"") -> None:
         """The last of the body."""
+        assert self.response is not None
         self.ended = True
-        self.write(data)
-        if self._chunked and not self._no_body:
-            self._wire.send(self._head + b"0\r\n\r\n")
-        elif self._head:
-            self._wire.send(self._head)
-        self._head = b""
+        await self.response.write_eof(data)
 
     def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """The whole answer at once."""
-        self.start(status, headers, len(body))
-        self.end(body)
+        """The whole answer at once. It leaves when the handler returns."""
+        assert self.response is None
+        self.response = web.Response(status=status, headers=for_aiohttp(headers), body=body)
+        self.response.headers.setdefault(*SERVER)
+        self.ended = True
+
+    async def end_early(self, data: bytes) -> None:
+        """End in the middle with these last words, for a client that understands them; then close the connection."""
+        assert self.response is not None
+        self.response.force_close()
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await self.end(data)
+                return
+        self.break_off()
 
     def break_off(self) -> None:
         """End in the middle, visibly: the client sees an incomplete message."""
-        self._wire.abort()
-
-    def throttle(self, source: asyncio.ReadTransport | None) -> None:
-        """Let `source` be read only as fast as the client reads; None ends that."""
-        self._wire.throttle(source)
+        if self._http.transport is not None:
+            self._http.transport.abort()

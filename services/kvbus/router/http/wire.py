@@ -1,7 +1,8 @@
-"""Bytes of HTTP/1.1 heads. Header names are lower case everywhere; values come from a parser that refuses CR and LF."""
+"""Headers as they travel through a proxy. Names are lower case; values come from a parser that refuses CR and LF."""
 
-import http
 from collections.abc import Iterable
+
+from multidict import CIMultiDict
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -24,7 +25,10 @@ _HOP_BY_HOP = frozenset(
 )
 """Headers that end at this hop; Host and the framing are written anew for the next one."""
 
-_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
+
+def lowered(raw: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """A parser's headers, with their names in lower case."""
+    return [(name.lower(), value) for name, value in raw]
 
 
 def end_to_end(headers: Headers, dropped: frozenset[bytes] = frozenset()) -> Headers:
@@ -40,18 +44,10 @@ def end_to_end(headers: Headers, dropped: frozenset[bytes] = frozenset()) -> Hea
     ]
 
 
-def request_head(method: bytes, target: bytes, host: bytes, headers: Headers, length: int | None) -> bytes:
-    """A request's head; `length` is the body's in bytes, None where there is no body."""
-    parts = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method, target, host)]
-    parts += [b"%b: %b\r\n" % header for header in headers]
-    parts.append(b"\r\n" if length is None else b"content-length: %d\r\n\r\n" % length)
-    return b"".join(parts)
+def for_aiohttp(headers: Headers) -> CIMultiDict[str]:
+    """The same headers as aiohttp takes them."""
+    return CIMultiDict([(name.decode("latin-1"), _text(value)) for name, value in headers])
 
 
-def response_head(status: int, headers: Headers, framing: bytes) -> bytes:
-    """A response's head; `framing` is the whole header lines that say how the body ends."""
-    line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d Unknown\r\n" % status
-    parts = [line]
-    parts += [b"%b: %b\r\n" % header for header in headers]
-    parts += (framing, b"\r\n")
-    return b"".join(parts)
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "surrogateescape")
