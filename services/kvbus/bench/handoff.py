@@ -50,7 +50,7 @@ FULL_POINTS = [
 ]
 QUICK_POINTS = [Point(length=600, concurrency=1, requests=4), Point(length=600, concurrency=8, requests=8)]
 FULL = Plan(arms=[arm.name for arm in ARMS], points=FULL_POINTS, rounds=3, idle_s=4.0)
-QUICK = Plan(arms=list(QUICK_ARMS), points=QUICK_POINTS, rounds=2, idle_s=2.0)
+QUICK = Plan(arms=list(QUICK_ARMS), points=QUICK_POINTS, rounds=1, idle_s=2.0)
 
 
 class Gathered:
