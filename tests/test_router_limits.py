@@ -214,6 +214,61 @@ async def test_a_client_that_expects_100_is_told_to_go_on(world: World) -> None:
     assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
 
 
+async def test_a_long_body_arrives_as_it_is(world: World) -> None:
+    decode = await world.engine("decode")
+    await world.start()
+    body = b'{"prompt":"%b"}' % (b"x" * 900_000)
+    async with world.post(body, x_kvbus_mode="local") as response:
+        assert response.status == 200
+    assert decode.seen[0].raw == body
+
+
+async def test_odd_bytes_in_a_header_harm_nobody(world: World) -> None:
+    decode = await world.engine("decode")
+    await world.start()
+    request = raw_post(b'{"prompt": "a"}', b"connection: close", b"x-odd: \xff\xfe\xc3\xa9", b"x-fine: 2")
+    assert (await world.raw(request)).startswith(OK)
+    assert decode.seen[0].headers["x-fine"] == "2"
+    assert world.router.fleet.engines[decode.engine_id].rests_until_s == 0.0
+
+
+@pytest.mark.parametrize(
+    "request_line", [b"POST /v1/x\xff\xfe HTTP/1.1", b"GET /v1/x HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket"]
+)
+async def test_what_no_engine_could_be_sent_gets_400(world: World, request_line: bytes) -> None:
+    decode = await world.engine("decode")
+    await world.start()
+    answer = await world.raw(request_line + b"\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+    assert re.match(rb"HTTP/1\.[01] 400 ", answer)
+    assert b'"code":' in answer
+    assert not decode.seen
+    assert world.router.fleet.engines[decode.engine_id].rests_until_s == 0.0
+
+
+async def test_a_body_that_trickles_in_gets_408(world: World) -> None:
+    await world.start(read_timeout_s=0.1)
+    answer = await world.raw(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b'"code":"request_timeout"' in answer
+
+
+async def test_connections_to_an_engine_are_kept(world: World) -> None:
+    decode = await world.engine("decode")
+    ports: set[object] = set()
+
+    async def note(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        ports.add(request.transport.get_extra_info("peername"))
+        return web.json_response({"choices": []})
+
+    decode.act = note
+    await world.start()
+    for _ in range(5):
+        async with world.post() as response:
+            assert response.status == 200
+    assert len(ports) == 1
+
+
 async def test_headers_of_one_hop_do_not_travel_on(world: World) -> None:
     decode = await world.engine("decode")
     await world.start()

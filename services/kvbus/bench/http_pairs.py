@@ -1,5 +1,9 @@
-"""Which HTTP server and client a router should be made of: each pair forwards a POST to a trivial engine, in its own
-process and on uvloop, and is compared with asking the engine directly.
+"""Which HTTP libraries a router should be made of: each pair forwards a POST to a trivial engine, in its own process
+and on uvloop, and is compared with asking the engine directly.
+
+The rule of the house is that a well-kept library beats our own code, even a slower one. Its price, measured on two
+cores: asyncio protocols of our own over httptools added 95 us at one request at a time and 0.8 ms at 64 at a
+time, aiohttp on both sides 200 us and 6.4 ms.
 
 `python -m kvbus.bench.http_pairs [--quick] [--json]`. Needs aiohttp, starlette, uvicorn, httptools and httpx.
 """
@@ -109,29 +113,22 @@ def _uvicorn(forward: Any, port: int) -> None:
 
 
 def serve_kvbus(upstream: str, port: int) -> None:
-    """kvbus.router.http: asyncio protocols over httptools on both sides."""
-    from kvbus.router.http import (
-        Origin,
-        Reply,
-        Request,
-        Server,
-        ServerLimits,
-        end_to_end,
-        request_head,
-    )
+    """kvbus.router.http: aiohttp on both sides, with the limits and refusals of the router."""
+    from kvbus.router.http import Origin, Reply, Request, Server, ServerLimits, end_to_end
 
     async def main() -> None:
         origin = Origin(upstream, connect_timeout_s=2.0)
 
         async def forward(request: Request, reply: Reply) -> None:
-            headers = end_to_end(request.headers)
-            head = request_head(b"POST", request.target, origin.authority, headers, len(request.body))
-            exchange = await origin.send(head + request.body)
-            await exchange.first_bytes()
-            length = next((int(value) for name, value in exchange.headers if name == b"content-length"), None)
-            reply.start(exchange.status, end_to_end(exchange.headers), length)
-            await exchange.pipe(reply)
-            reply.end()
+            exchange = await origin.send(request.method, request.target, end_to_end(request.headers), request.body)
+            first = await exchange.first_bytes()
+            if exchange.complete:
+                reply.whole(exchange.status, end_to_end(exchange.headers), first)
+                return
+            await reply.start(exchange.status, end_to_end(exchange.headers), None)
+            while part := await exchange.more():
+                await reply.write(part)
+            await reply.end()
 
         server = Server(forward, ServerLimits(), lambda _status, _code, message: message.encode())
         await server.start("127.0.0.1", port)
@@ -141,8 +138,8 @@ def serve_kvbus(upstream: str, port: int) -> None:
 
 
 PAIRS: dict[str, Callable[[str, int], None]] = {
-    "httptools protocols (kvbus.router.http)": serve_kvbus,
-    "aiohttp server + aiohttp client": serve_aiohttp,
+    "kvbus.router.http (aiohttp both sides)": serve_kvbus,
+    "aiohttp server + aiohttp client, bare": serve_aiohttp,
     "starlette/uvicorn + aiohttp client": serve_starlette_aiohttp,
     "starlette/uvicorn + httpx client": serve_starlette_httpx,
 }

@@ -60,7 +60,8 @@ class Server:
     @property
     def is_full(self) -> bool:
         """Whether a connection that has just come is one too many."""
-        return self.draining or len(self.connections) > self.limits.connections_max
+        known = self._manager.connections if self._manager is not None else ()
+        return self.draining or len(known) > self.limits.connections_max
 
     async def start(self, host: str, port: int, *, shared_port: bool = False) -> None:
         """Listen; port 0 takes a free one. `shared_port` lets several processes listen on the same port."""
@@ -175,6 +176,8 @@ class Server:
         if len(http.raw_path) + header_bytes > self.limits.header_bytes_max:
             text = f"the request's headers are over {self.limits.header_bytes_max} bytes: send fewer or shorter"
             raise RefusedError(431, "headers_too_large", text)
+        if not http.raw_path.isascii():
+            raise RefusedError(400, "bad_http", "the request's target must be ASCII: percent-encode it")
         if (http.content_length or 0) > self.limits.body_bytes_max:
             raise self._body_too_large()
         if http.headers.get("upgrade", "").lower() == "websocket":
