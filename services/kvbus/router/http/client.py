@@ -9,7 +9,6 @@ import socket
 from typing import Literal
 
 import aiohttp
-from aiohappyeyeballs import AddrInfoType
 from yarl import URL
 
 from kvbus.router.http.wire import Headers, for_aiohttp, lowered
@@ -123,7 +122,7 @@ class Origin:
         await self._session.close()
 
 
-def _socket(info: AddrInfoType) -> socket.socket:
+def _socket(info: aiohttp.AddrInfoType) -> socket.socket:
     """A socket whose kernel finds out within half a minute that the machine on the other side is gone."""
     sock = socket.socket(info[0], info[1], info[2])
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -22,6 +22,8 @@ Handler = Callable[[Request, Reply], Coroutine[Any, Any, None]]
 
 SWEEP_S = 1.0
 """How often slow connections are looked for, in seconds."""
+CLOSE_MAX_S = 5.0
+"""How long handlers that were broken off may take to tidy up, in seconds."""
 BACKLOG = 1024
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -98,7 +100,9 @@ class Server:
         for connection in self.connections:
             if connection.transport is not None:
                 connection.transport.abort()
-        await self._until_idle()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_MAX_S):
+                await self._until_idle()
 
     def refused(self, status: int, code: str, message: str) -> web.Response:
         """The server's own answer to a request, after which it closes the connection."""
