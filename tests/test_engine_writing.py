@@ -177,6 +177,12 @@ def test_a_dead_consumer_is_written_to_no_more(core: WritingCore) -> None:
     assert core.progress(WHOLE, 0.1) == Moves()
 
 
+def test_a_dead_consumers_finished_request_is_reported_as_sent(core: WritingCore) -> None:
+    core.receive(ORDER, 0.0)
+    core.hold(T)
+    assert core.consumer_gone("d", "d1").sent == ["r"]
+
+
 def test_a_write_is_overdue_after_the_longest_that_it_may_take(core: WritingCore) -> None:
     core.receive(ORDER, 0.0)
     (write,) = core.progress(WHOLE, 1.0).writes

@@ -17,14 +17,14 @@ from kvbus.engine.consumer import ConsumerCore, State, Steps, Waiting
 from kvbus.engine.landing import LandingCore
 from kvbus.engine.peers import Peers
 from kvbus.engine.producer import ProducerCore, ProducerSteps
-from kvbus.engine.pushes import Push
+from kvbus.engine.pushes import Moves, Push
 from kvbus.engine.rank import RankSide
 from kvbus.engine.writing import WritingCore
 from kvbus.errors import CommandFailed, ConfigError
 from kvbus.sim.hunt import Hunt, faults_of, hunt
 from kvbus.sim.run import ALL_FAULTS, run_seed
 from kvbus.sim.stock_run import run_stock_seed
-from kvbus_schemas import Outcome
+from kvbus_schemas import EngineCard, Outcome
 
 NONE: frozenset[str] = frozenset()
 
@@ -79,8 +79,9 @@ def test_a_seed_is_the_same_run_in_another_process() -> None:
 PAUSES = "pause,write,delay,loss,drift"
 FOUND = {
     "a_consumer_took_its_own_or_a_restarted_rank_for_its_producers_quiet": (163, "all"),
-    "an_order_after_a_preemption_fired_from_the_blocks_that_were_lost": (116, "all"),
+    "an_order_after_a_preemption_fired_from_the_blocks_that_were_lost": (1659, "all"),
     "a_paused_rank_fired_a_buffered_order_when_it_went_on": (105, PAUSES),
+    "a_rank_that_met_a_restarted_consumer_never_reported_what_the_old_ones_end_had_settled": (194, "all"),
 }
 
 
@@ -134,6 +135,14 @@ def no_write_is_overdue(self: WritingCore, now_s: float, write_max_s: float) -> 
     return set()
 
 
+_forget = RankSide._forget
+
+
+def forgotten_in_silence(self: RankSide, card: EngineCard) -> Moves:
+    _forget(self, card)
+    return Moves()
+
+
 def nothing_expires(self: ProducerCore, now_s: float) -> ProducerSteps:
     return ProducerSteps()
 
@@ -160,6 +169,7 @@ RULES: list[tuple[object, str, Callable[..., object], str, int]] = [
     (WritingCore, "overdue", no_write_is_overdue, "all", 200),
     (WritingCore, "_settle", quiet_while_writing, "none", 50),
     (ProducerCore, "tick", nothing_expires, "all", 200),
+    (RankSide, "_forget", forgotten_in_silence, "all", 400),
 ]
 
 

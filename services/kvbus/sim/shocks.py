@@ -114,13 +114,17 @@ class Shocks:
         self.world.after(self._span(CUT_MAX_S), None, self.sim.fabric.cut.discard, engine_id)
 
     def _matcher(self) -> None:
-        """A matcher is killed and restarted, or paused."""
+        """A matcher is killed and restarted, paused, or cut off the bus."""
         rng = self.world.rng
         matcher = rng.choice(self.sim.election.candidates) if self.sim.election.candidates else None
         if matcher is None or matcher.process.paused:
             return
         span_s = self._span(PAUSE_MAX_S)
-        if rng.random() < 0.5:
+        what = rng.choice(("kill", "pause", "cut"))
+        if what == "cut":
+            self._cut_for([matcher.station], span_s)
+            return
+        if what == "kill":
             self.world.tell("world", "", f"kills {matcher.process.name}")
             matcher.crash()
             self.world.after(span_s, None, self.sim.start_matcher)
