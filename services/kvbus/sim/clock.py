@@ -1,13 +1,25 @@
 """Virtual time for the production shells: while a run is on, their `time` and `log` are the world's."""
 
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
-from kvbus.engine import rank, scheduler
+import kvbus.engine.rank
+import kvbus.engine.scheduler  # noqa: F401  (these two bring in the others)
 from kvbus.sim.world import World
 
-_SHELLS = (scheduler, rank)
+
+def _shells() -> list[tuple[ModuleType, str]]:
+    """Every module of the engine that reads the clock or logs, and under which name."""
+    modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("kvbus.engine.")]
+    clocks = [(module, "time") for module in modules if getattr(module, "time", None) is time]
+    return clocks + [(module, "log") for module in modules if hasattr(getattr(module, "log", None), "warning")]
+
+
+_SHELLS = _shells()
 _FATAL = ("unknown_request_received", "unknown_request_sent", "preemption_waited_too_long")
 """What a shell catches that vLLM would die of, or corrupt memory by: a fault of ours all the same."""
 
@@ -47,10 +59,9 @@ class StoryLog:
 @contextmanager
 def virtual_time(world: World) -> Iterator[None]:
     """The shells live in this world for a while."""
-    before = [(shell, name, getattr(shell, name)) for shell in _SHELLS for name in ("time", "log")]
-    for shell in _SHELLS:
-        setattr(shell, "time", VirtualTime(world))  # noqa: B010  (mypy knows that a module is no place for a class)
-        setattr(shell, "log", StoryLog(world))  # noqa: B010
+    before = [(shell, name, getattr(shell, name)) for shell, name in _SHELLS]
+    for shell, name in _SHELLS:
+        setattr(shell, name, VirtualTime(world) if name == "time" else StoryLog(world))
     try:
         yield
     finally:
