@@ -9,14 +9,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
+from kvbus.engine.acquaintance import Acquaintance
 from kvbus.engine.facts import SERVED, StepOrders, read_landing_note
 from kvbus.engine.landing import LandingCore
 from kvbus.engine.link import Link
 from kvbus.engine.peers import PRESENCE_LEASE_S, WRITE_MAX_S
+from kvbus.engine.plane import DataPlane
 from kvbus.engine.writing import Moves, Write, WritingCore
 from kvbus_schemas import EngineCard, Message, PushDone
 
@@ -31,36 +33,8 @@ HINT_S = 0.05
 HINT_WAIT_S = 0.005
 """How long a step waits for data that is due any moment."""
 PREEMPT_WAIT_S = WRITE_MAX_S + 1.0
-HANDSHAKE_AGAIN_S = 10.0
-"""Pause before a handshake that failed is tried again."""
 PRESENCE_MARGIN_S = 1.5
 """A rank stops writing this long before its engine's presence lease ends."""
-
-
-class DataPlane(Protocol):
-    """What moves the bytes. All calls come from the rank's thread."""
-
-    def connect(self, card: EngineCard, done: Callable[[str], None]) -> None:
-        """Shake hands, in the background; `done` gets an error text, or "" when it worked."""
-        ...
-
-    def connected(self, engine_id: str, incarnation: str) -> bool: ...
-
-    def disconnect(self, engine_id: str, incarnation: str) -> None: ...
-
-    def submit(self, write: Write, ready: Any) -> list[int]:
-        """Post the WRITE to every rank that it concerns; returns its handles. Raises when nothing was posted."""
-        ...
-
-    def poll(self, handles: list[int]) -> str:
-        """`pending`, `done` or `failed`; drops finished handles from the list."""
-        ...
-
-    def abort(self, handles: list[int]) -> bool:
-        """Stop a WRITE for good; False when that cannot be done yet."""
-        ...
-
-    def notes(self) -> list[bytes]: ...
 
 
 class RankSide:
@@ -70,9 +44,7 @@ class RankSide:
         self.plane, self.writing, self.landing, self.link = plane, writing, landing, link
         self._inbox: queue.SimpleQueue[Callable[[], Moves | None] | None] = queue.SimpleQueue()
         self._open: dict[str, tuple[Write, list[int]]] = {}
-        self._cards: dict[str, EngineCard] = {}
-        self._connecting: set[str] = set()
-        self._refused_s: dict[str, float] = {}
+        self.acquaintance = Acquaintance(plane, lambda card, error: self._inbox.put(lambda: self._met(card, error)))
         self._ready: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -81,8 +53,7 @@ class RankSide:
         self._hinted_until_s = 0.0
         self._waiting_for: dict[str, Write] = {}
         self._thread = threading.Thread(target=self._run, name="kvbus-rank", daemon=True)
-        self.handshakes: list[tuple[str, float]] = []
-        self.nudge: Callable[[], None] = _nobody
+        self.nudge: Callable[[], None] = lambda: None
         """Wakes the engine's scheduler, which may be waiting for nothing but this rank."""
 
     def start(self) -> None:
@@ -299,32 +270,18 @@ class RankSide:
         return self.writing.preempted(transfer_ids) & self._open.keys()
 
     def _meet(self, card: EngineCard) -> Moves | None:
-        before = self._cards.get(card.engine_id)
-        self._cards[card.engine_id] = card
-        if before is not None and before.incarnation != card.incarnation:
+        before = self.acquaintance.replaced_by(card)
+        if before is not None:
             self._do(self._forget(before))
-        key = f"{card.engine_id}.{card.incarnation}"
-        if time.monotonic() - self._refused_s.get(key, -HANDSHAKE_AGAIN_S) < HANDSHAKE_AGAIN_S:
+        if not self.acquaintance.meet(card):
             return None
-        if key in self._connecting or self.plane.connected(card.engine_id, card.incarnation):
-            self._present()
-            return self.writing.fire_all(time.monotonic())
-        self._connecting.add(key)
-        since_s = time.monotonic()
-        self.plane.connect(card, lambda error: self._inbox.put(lambda: self._met(card, key, error, since_s)))
-        return None
+        self._present()
+        return self.writing.fire_all(time.monotonic())
 
-    def _met(self, card: EngineCard, key: str, error: str, since_s: float) -> Moves:
-        took_s = time.monotonic() - since_s
-        self.handshakes.append((card.engine_id, took_s))
-        del self.handshakes[:-100]
-        self._connecting.discard(key)
+    def _met(self, card: EngineCard, error: str) -> Moves:
+        self.acquaintance.ended(card, error)
         if error:
-            log.error("handshake_failed", peer=card.engine_id, error=error, took_s=round(took_s, 3))
-            self._refused_s[key] = time.monotonic()
             return self._give_up(card, error)
-        log.info("handshake_done", peer=card.engine_id, took_s=round(took_s, 3))
-        self._refused_s.pop(key, None)
         self._retry()
         self._present()
         return self.writing.fire_all(time.monotonic())
@@ -339,15 +296,10 @@ class RankSide:
         return moves
 
     def _part(self, engine_id: str) -> Moves | None:
-        card = self._cards.pop(engine_id, None)
+        card = self.acquaintance.gone(engine_id)
         return self._forget(card) if card is not None else None
 
     def _forget(self, card: EngineCard) -> Moves:
         moves = self.writing.consumer_gone(card.engine_id, card.incarnation)
-        self._connecting.discard(f"{card.engine_id}.{card.incarnation}")
-        self.plane.disconnect(card.engine_id, card.incarnation)
+        self.acquaintance.forget(card)
         return moves
-
-
-def _nobody() -> None:
-    pass

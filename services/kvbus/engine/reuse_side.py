@@ -58,7 +58,7 @@ class ReuseSide:
     def keep(self, request: Any, conversation: str, block_ids: list[int], now_s: float) -> None:
         """A turn has ended: hold its blocks and offer them."""
         count = request.num_computed_tokens
-        if count < self.settings.reuse_min_tokens or self.pool is None:
+        if count < self.settings.reuse_min_tokens or self.pool is None or not _plain(request):
             return
         kept = list(block_ids[: blocks_for(count, self.identity.block_size)])
         self.pool.touch([self.pool.blocks[block_id] for block_id in kept])
@@ -130,7 +130,7 @@ class ReuseSide:
             return
         tokens = request.prompt_token_ids
         common = tokens_in_common(grant.conversation, grant.chain, grant.token_count, grant.block_size, tokens)
-        if grant.block_size != self.identity.block_size:
+        if grant.block_size != self.identity.block_size or not _plain(request):
             common = 0
         self.claims[request.request_id] = Claim(grant, min(common, len(tokens) - 1))
 
@@ -176,3 +176,9 @@ class ReuseSide:
         if claim is None:
             return None
         return {"reused_tokens": claim.taken, "reuse": claim.outcome}
+
+
+def _plain(request: Any) -> bool:
+    """Whether the tokens say all there is to say about the KV: two images share their placeholder tokens, and an
+    adapter changes the KV of the same tokens."""
+    return not getattr(request, "mm_features", None) and getattr(request, "lora_request", None) is None

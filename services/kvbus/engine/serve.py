@@ -14,8 +14,9 @@ import time
 
 import structlog
 
-from kvbus.bus import Bus, BusSettings
+from kvbus.bus import Bus
 from kvbus.engine.launch import EngineOptions, vllm_command, vllm_environment
+from kvbus.engine.settings import engine_settings
 from kvbus.errors import BusError
 from kvbus.process import new_incarnation, process_name
 from kvbus_schemas import DrainOrdered, EngineCard, LoadReported, UndecodableError, decode, subjects
@@ -116,7 +117,7 @@ def _incarnation_of(card: bytes) -> str:
 
 
 async def _connect(options: EngineOptions) -> Bus:
-    settings = BusSettings(nats=options.nats, connect_timeout_s=2.0)
+    settings = engine_settings({"nats": options.nats, "connect_timeout_s": 2.0})
     return await Bus.connect(settings, name=process_name("engine-keeper"), incarnation=new_incarnation())
 
 

@@ -221,10 +221,8 @@ class WritingCore:
             return Moves()
         if self.is_void(push):
             return self.refused(push.transfer_id, "our presence has lapsed since the order was given")
-        if order.producer_lease > self.lease > 0:
-            return Moves()  # our own newer card is on its way to us
-        if now_s >= push.lease_end_s:
-            return Moves()
+        if order.producer_lease > self.lease > 0 or now_s >= push.lease_end_s:
+            return Moves()  # our own newer card is on its way to us, or nobody waits any more
         if (order.prompt_digest, order.token_count) != (terms.prompt_digest, terms.token_count):
             return self.refused(push.transfer_id, "the prompts differ: " + both_prompts(order, terms))
         end = min(push.ready, order.first_block + len(order.block_ids[0]))
