@@ -15,6 +15,7 @@ COMMANDS = (
     "matcher",
     "reuse",
     "trace",
+    "replay",
     "schema",
     "doctor",
     "engine",

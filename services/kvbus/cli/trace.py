@@ -17,7 +17,8 @@ from kvbus.errors import CommandFailed, ConfigError
 from kvbus.settings import load
 from kvbus.trace import export, render
 from kvbus.trace.core import OUTCOMES, AmbiguousIdError, Line, Story, matching, named, stories_of
-from kvbus.trace.reader import follow, lines_of_requests, lines_on, reading, seconds_of
+from kvbus.trace.presence import presence_of
+from kvbus.trace.reader import cards_on, follow, lines_of_requests, lines_on, reading, seconds_of
 from kvbus_schemas import EngineCard, LoadReported, subjects
 
 PLAIN_WIDTH = 10_000
@@ -114,8 +115,11 @@ def export_trace(
 ) -> None:
     """Write the trace for other tools: JSON lines, Perfetto's viewer (ui.perfetto.dev), OpenTelemetry."""
     if form is Format.JSONL:
-        lines = [line for story in _named(nats, since, only) for line in story.lines] if only else _all(nats, since)
-        _write(out, "".join(f"{text}\n" for text in export.jsonl(sorted(lines, key=lambda line: line.seq))))
+        lines, cards = _all(nats, since)
+        presence = presence_of(lines, cards)
+        if only:
+            lines = [line for story in _named(nats, since, only) for line in story.lines]
+        _write(out, "".join(f"{text}\n" for text in export.jsonl(lines, presence)))
         return
     stories = _named(nats, since, only) if only else _stories(nats, since)
     document = export.perfetto(stories) if form is Format.PERFETTO else export.otlp(stories)
@@ -139,10 +143,11 @@ def _stories(nats: str | None, since: str) -> list[Story]:
     return stories_of(asyncio.run(read()))
 
 
-def _all(nats: str | None, since: str) -> list[Line]:
-    async def read() -> list[Line]:
+def _all(nats: str | None, since: str) -> tuple[list[Line], list[EngineCard]]:
+    async def read() -> tuple[list[Line], list[EngineCard]]:
         async with reading(_settings(nats)) as bus:
-            return [line async for line in lines_on(bus, subjects.everything(), seconds_of(since))]
+            lines = [line async for line in lines_on(bus, subjects.everything(), seconds_of(since))]
+            return lines, await cards_on(bus)
 
     return asyncio.run(read())
 

@@ -9,17 +9,29 @@ import msgspec
 
 from kvbus.trace.core import Line, Stage, Story
 from kvbus.trace.phrases import phrase_of
+from kvbus.trace.presence import Presence, Record
 from kvbus_schemas import BlocksReady, PushDone, RequestServed, TransferClosed, subjects
 
 Json = dict[str, Any]
 US = 1_000_000
 
 
-def jsonl(lines: Iterable[Line]) -> Iterator[str]:
-    """One JSON object a line: what the stream held, in its order; `kvbus replay` reads it."""
-    for line in lines:
-        subject = subjects.subject_of(line.message, sender=line.sender, to=line.to)
-        record = {"seq": line.seq, "unix_s": line.at_s, "subject": subject, "message": line.message}
+def jsonl(lines: Iterable[Line], presence: Iterable[Presence] = ()) -> Iterator[str]:
+    """One JSON object a line: what the stream held, in its order; `kvbus replay` reads it. Lines of `presence` stand
+    among them, marked `derived`."""
+    derived = [
+        Record(seq=one.seq, unix_s=one.at_s, subject=one.subject, message=one.card, derived=True) for one in presence
+    ]
+    stored = [
+        Record(
+            seq=line.seq,
+            unix_s=line.at_s,
+            subject=subjects.subject_of(line.message, sender=line.sender, to=line.to),
+            message=line.message,
+        )
+        for line in lines
+    ]
+    for record in sorted(derived + stored, key=lambda record: record.seq):
         yield msgspec.json.encode(record).decode()
 
 

@@ -12,6 +12,7 @@ from kvbus_schemas import (
     BlocksUnavailable,
     CacheCleared,
     CancelOrdered,
+    DrainOrdered,
     EngineCard,
     LoadReported,
     PushDone,
@@ -135,6 +136,7 @@ _PHRASES: dict[type[AnyMessage], Callable[[Any], str]] = {
     LoadReported: lambda m: (
         f"{m.running} running, {m.waiting} waiting, {m.free_blocks} of {m.total_blocks} blocks free"
     ),
+    DrainOrdered: lambda m: _with("take no new requests", m.reason),
     RouteDecided: _route_decided,
     RequestServed: _request_served,
     RouteAsked: _route_asked,

@@ -9,7 +9,7 @@ from kvbus.bus import Bus, BusSettings
 from kvbus.errors import ConfigError
 from kvbus.process import new_incarnation, process_name
 from kvbus.trace.core import Line, line_of
-from kvbus_schemas import AnyMessage, subjects
+from kvbus_schemas import AnyMessage, EngineCard, UndecodableError, decode, subjects
 
 STORY_PLANES = ("route", "transfer", "reuse")
 """The planes that speak of requests. Loads and cache events are most of a trace and speak of none."""
@@ -49,6 +49,16 @@ async def lines_on(bus: Bus, subject: str, since_s: float) -> AsyncIterator[Line
     """What the stream holds on a subject, not older than `since_s` seconds, oldest first."""
     async for seq, at_s, where, message in bus.replay(subject, since_s=since_s):
         yield line_of(seq, at_s, where, message)
+
+
+async def cards_on(bus: Bus) -> list[EngineCard]:
+    """The cards of the engines that live now."""
+    bucket = await bus.bucket(subjects.ENGINES_BUCKET)
+    found = []
+    for entry in await bucket.entries():
+        with contextlib.suppress(UndecodableError):
+            found.append(decode(entry.value))
+    return [card for card in found if isinstance(card, EngineCard)]
 
 
 async def follow(bus: Bus, show: Callable[[Line], None], stopping: asyncio.Event) -> None:
