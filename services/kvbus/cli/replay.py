@@ -31,7 +31,7 @@ def replay(
     file: Annotated[Path, typer.Argument(help="What kvbus trace export --format jsonl has written.")],
     *,
     against: Annotated[Against, typer.Option(help="What decides again.")],
-    policy: Annotated[str, typer.Option(help="With router: this policy, by name or module:Class; else the recorded.")] = "",
+    policy: Annotated[str, typer.Option(help="With router: by name or module:Class; else the recorded.")] = "",
     speed: Annotated[str, typer.Option(help="original, max, or how many times as fast.")] = "max",
     as_live: Annotated[bool, typer.Option("--live", help="A real process on a scratch bus (matcher only).")] = False,
     nats: Annotated[str, typer.Option(help="With --live: this scratch bus; else one is started.")] = "",
