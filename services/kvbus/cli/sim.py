@@ -67,6 +67,8 @@ def _tell(result: "Result", *, as_json: bool) -> None:
 
 
 def _sum_up(total: "Hunt", protocol: str, faults: str, *, as_json: bool) -> None:
+    from kvbus.sim.stock_run import STOCK_FAULTS
+
     if as_json:
         print(json.dumps(total.to_json()))
     else:
@@ -76,6 +78,8 @@ def _sum_up(total: "Hunt", protocol: str, faults: str, *, as_json: bool) -> None
         for rule, findings in sorted(total.found.items()):
             seeds = ", ".join(str(finding.seed) for finding in findings[:10])
             print(f"rule {rule}: seeds {seeds}: {findings[0].text}")
+        if protocol == "stock" and (missing := [what for what in STOCK_FAULTS.values() if what not in total.found]):
+            print(f"not found: {', '.join(missing)}")
         if total.found:
             print(f"see one: kvbus sim --seed N --protocol {protocol} --faults {faults}")
     if total.broken:

@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvbus.errors import ConfigError
 from kvbus.sim.run import ALL_FAULTS, Result, run_seed
-from kvbus.sim.stock_run import FAULTS as STOCK_FAULTS
-from kvbus.sim.stock_run import run_stock_seed
+from kvbus.sim.stock_run import STOCK_FAULTS, run_stock_seed
 
 Protocol = Literal["kvbus", "stock"]
 BATCH = 200

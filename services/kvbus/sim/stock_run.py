@@ -17,7 +17,7 @@ from kvbus.sim.run import ALL_FAULTS, Result, Sim
 from kvbus.sim.stock import StockPlane, StockRank, StockSide
 
 RETRY_SHARE = 0.5
-FAULTS = {"wrong tokens": "wrong tokens", "3": "block leak", "2": "hang", "4": "EngineCore assertion"}
+STOCK_FAULTS = {"wrong tokens": "wrong tokens", "3": "block leak", "2": "hang", "4": "EngineCore assertion"}
 """What the rules are called where users meet them."""
 
 
