@@ -69,7 +69,7 @@ def test_a_bar_that_is_missed_says_so() -> None:
     slow = [bar.what for bar in multiturn_text.bars_of(_report(ours_s=1.0)) if not bar.met]
     assert len(slow) == 1 + 4  # not 3.3 times faster; slower than stock at two histories, cache on and off
     wrong = [bar for bar in multiturn_text.bars_of(_report(differing=True)) if not bar.met]
-    assert [bar.figures for bar in wrong] == ["16 of 72"]  # each of the other arms' turns in one round
+    assert [bar.figures for bar in wrong] == ["16 of 48"]  # each of the other arms' turns in one round
 
 
 def test_the_history_is_what_was_asked_for() -> None:

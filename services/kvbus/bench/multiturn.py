@@ -82,8 +82,9 @@ class Gathered:
         self.said[arm] += [turn.said for turn in halves["off"]]
         tokens = [turn.tokens for turn in turns]
         first = self._tokens.setdefault((history, number), tokens)
-        self.compared += len(tokens)
-        self.differing += sum(a != b for a, b in zip(first, tokens, strict=True))
+        if first is not tokens:
+            self.compared += len(tokens)
+            self.differing += sum(a != b for a, b in zip(first, tokens, strict=True))
 
     def arms(self) -> list[Arm]:
         return [
@@ -100,12 +101,14 @@ def _samples(turns: list[Turn]) -> dict[str, list[float]]:
         "cached_tokens": [turn.cached for turn in turns],
         "taken_tokens": [turn.taken for turn in turns],
         "received_tokens": [turn.received for turn in turns],
+        "cpu_ms_prefill": [turn.cpu_prefill_s * 1e3 for turn in turns],
+        "cpu_ms_decode": [turn.cpu_decode_s * 1e3 for turn in turns],
     }
 
 
 async def run(plan: Plan, work_dir: Path, say: Say) -> Report:
     """Start the engines, measure, stop them. Raises CommandFailed."""
-    model = make_model("small", work_dir / "model")
+    model, commit = make_model("small", work_dir / "model"), _commit()
     with guarded() as guard:
         since_s = time.monotonic()
         pairs = await start_pairs(plan.arms, model, work_dir, guard)
@@ -116,7 +119,7 @@ async def run(plan: Plan, work_dir: Path, say: Say) -> Report:
         finally:
             await stop_pairs(pairs)
         say(f"measured in {time.monotonic() - since_s:.0f} s")
-    return Report(bench="multiturn", arms=gathered.arms(), conditions=conditions_of(plan, gathered))
+    return Report(bench="multiturn", arms=gathered.arms(), conditions=conditions_of(plan, gathered, commit))
 
 
 async def _rounds(plan: Plan, stage: Stage, say: Say) -> Gathered:
@@ -174,13 +177,13 @@ def _short(turns: list[Turn], plan: Plan) -> str:
     return f"prefix cache off: ttft_ms {times}, computed {computed}, {fresh[-1].said if fresh else ''}"
 
 
-def conditions_of(plan: Plan, gathered: Gathered) -> dict[str, object]:
+def conditions_of(plan: Plan, gathered: Gathered, commit: str = "unknown") -> dict[str, object]:
     """When, where and what, and what the bars need beside the arms."""
     load = "/".join(f"{value:.1f}" for value in os.getloadavg())
     ours = gathered.said.get("kvbus_reuse", [])
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": _commit(),
+        "commit": commit,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "what": (
             f"8-layer model, 32 KB of KV a token, chunks of 256 tokens; {plan.rounds} rounds; each conversation has a "

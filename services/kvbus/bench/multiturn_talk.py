@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from kvbus.bench.handoff_client import PATH, PREFILL_PARAMS, tokens_of
+from kvbus.bench.handoff_cpu import cpu_seconds_of
 from kvbus.bench.multiturn_arms import Pair
 from kvbus.bench.multiturn_params import given_out
 from kvbus.conversations_client import ReuseClient
@@ -44,6 +45,9 @@ class Turn(msgspec.Struct, frozen=True):
     said: str
     ask_s: float = 0.0
     """Of `ttft_s`, the question to the reuse process."""
+    cpu_prefill_s: float = 0.0
+    """CPU time of prefill's processes over the turn and the pause after it."""
+    cpu_decode_s: float = 0.0
 
 
 class Talk:
@@ -145,7 +149,10 @@ class Talk:
 
     async def _counts(self) -> dict[str, float]:
         prefill, decode = await asyncio.gather(*(self._sources(self.pair.urls[role]) for role in self.pair.urls))
+        cpu = cpu_seconds_of(self.pair)
         return {
+            "cpu_prefill_s": sum(used_s for name, used_s in cpu.items() if name.startswith("prefill_")),
+            "cpu_decode_s": sum(used_s for name, used_s in cpu.items() if name.startswith("decode_")),
             "computed": prefill.get("local_compute", 0.0),
             "cached": prefill.get("local_cache_hit", 0.0),
             "taken": prefill.get("external_kv_transfer", 0.0),

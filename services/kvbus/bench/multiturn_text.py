@@ -20,6 +20,8 @@ ROWS = (
     ("cached_tokens", "  found in prefill's prefix cache"),
     ("taken_tokens", "  given back to prefill by decode"),
     ("received_tokens", "  sent to decode by prefill"),
+    ("cpu_ms_prefill", "CPU ms of prefill's engine, the turn and the pause after it"),
+    ("cpu_ms_decode", "CPU ms of decode's engine"),
 )
 CACHES = {"off": "prefill's prefix cache off", "on": "prefill's prefix cache on"}
 

@@ -26,7 +26,7 @@ from rich.table import Table
 from kvbus import process
 from kvbus.bench.report import Arm, Metric, Report, metric
 from kvbus.bench.workload_replay import BLOCK_SIZE, Replayed, replay
-from kvbus.bench.workload_trace import Bound, Scale, Session, bound_of, read_sessions
+from kvbus.bench.workload_trace import BLOCK, Bound, Scale, Session, bound_of, read_sessions
 from kvbus.errors import ConfigError
 
 Say = Callable[[str], None]
@@ -194,6 +194,8 @@ def register_bench(bench_app: typer.Typer) -> None:
         work_dir: Annotated[Path | None, typer.Option(help="keep logs here")] = None,
     ) -> None:
         """Multi-turn sessions through the real router with light engines: what reuse saves, by its lifetime."""
+        if scale is not None and scale % BLOCK:
+            raise ConfigError(f"--scale must be a multiple of {BLOCK}, the trace's block, not {scale}")
         given = {"tokens": scale, "time": time_scale, "sessions": sessions}
         chosen = msgspec.structs.replace(QUICK if quick else FULL, **{k: v for k, v in given.items() if v is not None})
         lifetimes_s = _lifetimes(lifetimes) or (QUICK_LIFETIMES_S if quick else LIFETIMES_S)
