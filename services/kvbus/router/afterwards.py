@@ -69,14 +69,19 @@ class Afterwards:
         """Do the rest."""
         if self._timer is not None:
             self._timer.cancel()
-        await self.work()
-        self._lines.flush_all()
+            self._timer = None
+        await self._work_and_flush()
 
     def _late(self) -> None:
+        """The timer has gone off: what is added from now on gets another one."""
         self._timer = None
-        self._lines.flush_all()
-        if self._pending:
-            self._task = asyncio.get_running_loop().create_task(self.close())
+        self._task = asyncio.get_running_loop().create_task(self._work_and_flush())
+
+    async def _work_and_flush(self) -> None:
+        try:
+            await self.work()
+        finally:
+            self._lines.flush_all()
 
     def _count(self, served: Served) -> None:
         result = served.result
