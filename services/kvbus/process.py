@@ -11,6 +11,10 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import structlog
 
+from kvbus.errors import ConfigError
+from kvbus_schemas import subjects
+
+NAME_ENV = "KVBUS_NAME"
 LOG_LEVEL_ENV = "KVBUS_LOG_LEVEL"
 INCARNATION_BYTES = 6
 NAME_SUFFIX_BYTES = 3
@@ -27,7 +31,14 @@ def new_incarnation() -> str:
 
 
 def process_name(kind: str) -> str:
-    """A name for this process on the bus, such as `router-7f3a9c`."""
+    """A name for this process on the bus: KVBUS_NAME, which permissions may pin, or one such as `router-7f3a9c`.
+    Raises ConfigError on a KVBUS_NAME that cannot stand in a subject."""
+    given = os.environ.get(NAME_ENV)
+    if given:
+        try:
+            return subjects.token(given)
+        except subjects.SubjectTokenError as error:
+            raise ConfigError(f"{NAME_ENV}: {error}") from None
     return f"{kind}-{secrets.token_hex(NAME_SUFFIX_BYTES)}"
 
 
@@ -94,7 +105,7 @@ def _signals_set(stopping: asyncio.Event) -> Iterator[None]:
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
-        import uvloop  # noqa: PLC0415  (an extra)
+        import uvloop
     except ImportError:
         return None
     return uvloop.new_event_loop

@@ -1,5 +1,6 @@
 """What comes in: bytes to messages, dead letters, and handlers that may fail without stopping anything."""
 
+import functools
 import time
 from collections.abc import Awaitable, Callable
 
@@ -19,7 +20,8 @@ log = structlog.get_logger(__name__)
 
 Handler = Callable[[AnyMessage], Awaitable[None] | None]
 
-_SENDER_TOKEN = 4
+COPY_HEADER = "Nats-Stream"
+"""On what JetStream has read out of a stream. It sends that wherever it is asked to, so on any subject."""
 
 
 class Inbound:
@@ -35,8 +37,10 @@ class Inbound:
         """The message, or None after a dead letter."""
         self._link.counters.received += 1
         try:
+            if COPY_HEADER in (msg.headers or {}):
+                raise UndecodableError("a copy out of a stream, which somebody has sent here")  # noqa: TRY301
             message = decode(msg.data)
-            _check_speaker(msg.subject, message)
+            check_subject(msg.subject, message)
         except UndecodableError as error:
             await self._dead_letter(msg, str(error))
             return None
@@ -77,8 +81,16 @@ class Inbound:
         return self._reported <= DEAD_LETTERS_PER_S_MAX
 
 
-def _check_speaker(subject: str, message: AnyMessage) -> None:
-    """NATS permissions pin the sender in the subject; the envelope may name nobody else."""
-    tokens = subject.split(".")
-    if len(tokens) > _SENDER_TOKEN and message.source not in ("", tokens[_SENDER_TOKEN]):
-        raise UndecodableError(f"{tokens[_SENDER_TOKEN]} speaks as {message.source}")
+def check_subject(subject: str, message: AnyMessage) -> None:
+    """NATS permissions pin the sender and the kind of message in the subject; the message may say nothing else.
+    Raises UndecodableError."""
+    *root, plane, event, sender, _, key = subject.split(".") if subject.count(".") >= _DOTS_MIN else [""] * _DOTS_MIN
+    if message.source not in ("", sender):
+        raise UndecodableError(f"{sender} speaks as {message.source}")
+    kind = type(message)
+    if (".".join(root), plane, event, key) != (subjects.ROOT, kind.PLANE, _event_of(kind), message.key):
+        raise UndecodableError(f"a {kind.__name__} about {message.key} has no place on {subject}")
+
+
+_DOTS_MIN = 6
+_event_of = functools.cache(subjects.event_of)

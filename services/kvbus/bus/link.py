@@ -5,6 +5,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,10 +15,11 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
+from kvbus.auth.seeds import read_seed
 from kvbus.bus.calls import Calls
 from kvbus.bus.denials import Denials
 from kvbus.bus.settings import BusCounters, BusSettings
-from kvbus.errors import BusError
+from kvbus.errors import BusError, ConfigError
 
 BARRIER_TIMEOUT_S = 5.0
 BARRIER_TRY_S = 1
@@ -56,6 +58,8 @@ class Link:
         try:
             async with asyncio.timeout(settings.connect_timeout_s):
                 await link._client.connect(**link._options())
+        except ConfigError as error:
+            raise BusError(str(error)) from None  # engines try again: the file may come
         except (TimeoutError, OSError, nats.errors.Error, ValueError) as error:
             await link.close()
             raise BusError(link._unreachable(error)) from None
@@ -231,6 +235,7 @@ class Link:
         }
         if given.nkey_seed_file:
             options["nkeys_seed"] = given.nkey_seed_file
+            read_seed(Path(given.nkey_seed_file))
         if given.creds_file:
             options["user_credentials"] = given.creds_file
         if given.tls_ca:
@@ -239,9 +244,18 @@ class Link:
 
     def _unreachable(self, error: Exception | None) -> str:
         why = self.last_error or (str(error) if error is not None and str(error) else "no answer")
+        if "authorization violation" in why.lower():
+            return self._unknown()
         return (
             f"no connection to NATS at {self.settings.nats} ({why}): start nats-server -js there, "
             "or name another with --nats URL or KVBUS_NATS"
+        )
+
+    def _unknown(self) -> str:
+        given = self.settings.nkey_seed_file or self.settings.creds_file or "no key"
+        return (
+            f"NATS at {self.settings.nats} refuses us ({given}): authorization violation. Give KVBUS_NKEY_SEED_FILE a "
+            "seed of kvbus auth init, and let nats-server read the nats-auth.conf that was made with it"
         )
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from kvbus.bus.inbound import check_subject
 from kvbus.bus.jetstream import NS, JetStream, whole_seconds
 from kvbus.bus.settings import BusSettings
 from kvbus.errors import BusError
@@ -46,7 +47,7 @@ async def mark(jetstream: JetStream, owner: str, number: int) -> int:
     like any other message; once it can be read, so can all before it. `number` rises with each mark of `owner`,
     which is one connection.
     """
-    subject = f"{MARK_ROOT}.{subjects.token(owner)}"
+    subject = f"{MARK_ROOT}.{jetstream.link.name}.{subjects.token(owner)}"
     headers = {"Nats-TTL": str(MARK_TTL_S)}
     try:
         async with asyncio.timeout(MARK_TIMEOUT_S):
@@ -71,6 +72,7 @@ async def replay(
             return
         try:
             message = decode(stored.data)
+            check_subject(stored.subject, message)
         except UndecodableError:
             continue  # it was a dead letter when it was live
         count += 1

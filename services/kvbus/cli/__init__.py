@@ -24,6 +24,7 @@ COMMANDS = (
     "demo",
     "bench",
     "sim",
+    "auth",
 )
 
 app = typer.Typer(

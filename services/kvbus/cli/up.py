@@ -30,6 +30,9 @@ def up(
     port: Annotated[int, typer.Option(help="the router's port; 0 takes a free one")] = 8000,
     nats: Annotated[str, typer.Option(help="an existing NATS; without it one is started")] = "",
     work_dir: Annotated[Path, typer.Option(help="logs, test models, streams")] = Path(".kvbus"),
+    secure: Annotated[
+        bool, typer.Option("--secure", help="keys and permissions on NATS, one for each process")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON line when everything is ready")] = False,
 ) -> None:
     """Start nats-server, matcher, router and engines, and leave them running. Ctrl-C stops all of it.
@@ -48,6 +51,7 @@ def up(
         port=port,
         nats=nats,
         work_dir=work_dir,
+        secure=secure,
         engine_arguments=list(context.args),
     )
     process.configure_logging()
@@ -72,6 +76,8 @@ async def _run(options: "FleetOptions", as_json: bool, stopping: asyncio.Event) 
             print(fleet.ready_line(), flush=True)
         else:
             print(f"try: curl {fleet.base_url}/v1/models, kvbus trace tail --nats {fleet.nats_url}", file=sys.stderr)
+            if fleet.access.directory is not None:
+                print(f"after: set -a; . {fleet.access.directory}/observer.env", file=sys.stderr)
         while True:
             for child in fleet.children():
                 child.check()

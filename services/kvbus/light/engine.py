@@ -6,7 +6,6 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvbus import __version__
-from kvbus.bus import BusSettings
 from kvbus.engine.identity import Identity
 from kvbus.engine.landing import LandingCore
 from kvbus.engine.link import Link, LinkHandlers
@@ -145,8 +144,7 @@ class LightEngine:
 
     def _make_link(self, name: str) -> Link:
         bus, me = self.bus, self.identity
-        settings = BusSettings(nats=bus.nats, nkey_seed_file=bus.nkey_seed_file, tls_ca=bus.tls_ca)
-        return Link(settings, name=name, engine_id=me.engine_id, incarnation=me.incarnation)
+        return Link(bus, name=name, engine_id=me.engine_id, incarnation=me.incarnation)
 
 
 def _identity(settings: LightSettings, bus: EngineSettings, role: Role, model: str) -> Identity:

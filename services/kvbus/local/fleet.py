@@ -11,14 +11,14 @@ from typing import Literal
 import aiohttp
 import msgspec
 
-from kvbus.bus import Bus, BusSettings
+from kvbus.auth.local import local_access
+from kvbus.bus import Bus
 from kvbus.embedded import EmbeddedNats
 from kvbus.engine.launch import platform_problem
 from kvbus.engine.model import SHAPES, make_model
 from kvbus.errors import ConfigError
 from kvbus.local.children import Child, kvbus_command
 from kvbus.local.ports import free_port
-from kvbus.process import new_incarnation, process_name
 from kvbus_schemas import EngineCard, Role, decode, subjects
 
 READY_MAX_S = 300.0
@@ -65,6 +65,8 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     reuse: int = 1
     """Reuse processes."""
     routers: int = 1
+    secure: bool = False
+    """Everybody has a key of its own, in `work_dir`/auth, and NATS lets it say only what is its own."""
     plain: bool = False
     """Also start one engine that is on no bus, to compare with: a plain vLLM server, or a light engine."""
 
@@ -94,6 +96,8 @@ class Fleet:
         self.model = options.model
         self.log_dir = options.work_dir / "logs"
         self.bus: Bus | None = None
+        counts = {role: getattr(options, role) for role in ("prefill", "decode", "routers", "matchers", "reuse")}
+        self.access = local_access(options.work_dir, secure=options.secure, nats=options.nats, **counts)
 
     @property
     def base_url(self) -> str:
@@ -118,11 +122,9 @@ class Fleet:
         self._prepare_model()
         if not self.nats_url:
             self.say("starting nats-server with JetStream")
-            self.nats = EmbeddedNats(store_dir=self.options.work_dir / "nats")
+            self.nats = EmbeddedNats(store_dir=self.options.work_dir / "nats", config_file=self.access.conf)
             self.nats_url = await asyncio.to_thread(lambda: self.nats.start().url if self.nats else "")
-        self.bus = await Bus.connect(
-            BusSettings(nats=self.nats_url), name=process_name("up"), incarnation=new_incarnation()
-        )
+        self.bus = await self.access.join(self.nats_url)
         for number in range(self.options.matchers):
             self.start_matcher(number)
         for number in range(self.options.reuse):
@@ -261,9 +263,7 @@ class Fleet:
         return self._child("plain", *command, *self.options.engine_arguments)
 
     def _child(self, name: str, *arguments: str) -> Child:
-        import os
-
-        environ = dict(os.environ)
+        environ = self.access.environ(name)
         environ |= {f"KVBUS_ENGINE_{key.upper()}": value for key, value in self.options.engine_settings.items()}
         return Child(name, kvbus_command(*arguments), self.log_dir, environ)
 
