@@ -9,8 +9,8 @@ from kvbus.bus import Bus
 from kvbus.errors import ConfigError
 from kvbus.matcher.lease import Lease
 from kvbus.matcher.partition import Partition
-from kvbus.matcher.presence import Cards
 from kvbus.matcher.settings import MatcherSettings
+from kvbus.presence import Cards
 from kvbus_schemas import BlocksReady, CancelOrdered, EngineCard, subjects
 
 T = "a" * 32

@@ -241,7 +241,7 @@ def test_a_message_is_one_phrase_with_the_facts_that_matter(message: AnyMessage,
 
 
 def test_every_kind_has_a_phrase() -> None:
-    from kvbus.trace.phrases import _PHRASES  # noqa: PLC0415
+    from kvbus.trace.phrases import _PHRASES
 
     assert set(_PHRASES) == set(KINDS)
 

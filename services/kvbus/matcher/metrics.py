@@ -10,7 +10,7 @@ from kvbus.matcher.core import MatcherCore
 def serve_metrics(core: MatcherCore, is_active: Callable[[], bool], *, host: str, port: int) -> Callable[[], None]:
     """Serve /metrics until the returned function is called. Raises ConfigError when that cannot be done."""
     try:
-        from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415  (an extra)
+        from prometheus_client import CollectorRegistry, start_http_server
     except ImportError as error:
         raise ConfigError("metrics_port needs prometheus-client: pip install 'kvbus[router]'") from error
     registry = CollectorRegistry()
@@ -35,7 +35,7 @@ class _Collector:
 
     def collect(self) -> Iterator[Any]:
         """Called by the server's thread: reads counts, changes nothing."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         events = CounterMetricFamily("kvbus_matcher_events", "What the matcher has heard and done.", labels=["event"])
         for event, count in dict(self._core.counters).items():

@@ -12,8 +12,8 @@ from kvbus.matcher.core import MatcherCore
 from kvbus.matcher.lease import Lease
 from kvbus.matcher.partition import Partition
 from kvbus.matcher.past import heard_before
-from kvbus.presence import Cards
 from kvbus.matcher.settings import MatcherSettings
+from kvbus.presence import Cards
 from kvbus_schemas import (
     AnyMessage,
     BlocksReady,
