@@ -116,6 +116,8 @@ async def run(plan: Plan, work_dir: Path, say: Say) -> Report:
         since_s = time.monotonic()
         try:
             gathered = await _rounds(plan, Stage(pairs), say)
+        except aiohttp.ClientError as error:
+            raise CommandFailed(f"an engine did not answer: {error!r}: see the logs in {work_dir}") from error
         finally:
             await stop_pairs(pairs)
         say(f"measured in {time.monotonic() - since_s:.0f} s")
@@ -124,7 +126,8 @@ async def run(plan: Plan, work_dir: Path, say: Say) -> Report:
 
 async def _rounds(plan: Plan, stage: Stage, say: Say) -> Gathered:
     gathered, order = Gathered(plan.arms), random.Random(17)  # noqa: S311  (an order of turns)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=TIMEOUT) as http:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)  # an engine that was stopped drops what was open
+    async with aiohttp.ClientSession(connector=connector, timeout=TIMEOUT) as http:
         for number in range(plan.rounds):
             for history in plan.histories:
                 for arm in _in_turn(plan.arms, stage, order):
