@@ -31,7 +31,7 @@ async def test_a_secured_fleet_hands_over_and_reuses_with_nobody_denied(tmp_path
             assert answer.headers["x-kvbus-mode"] == "early"
         await observer.close()
         with pytest.raises(BusError, match="authorization violation"):
-            await Bus.connect(BusSettings(nats=fleet.nats_url, connect_timeout_s=0.5), name="x", incarnation="1")
+            await Bus.connect(BusSettings(nats=fleet.nats_url, connect_timeout_s=2), name="x", incarnation="1")
     sources = {type(message): message.source for message in heard}
     assert sources[PushDone] == "prefill-0-r0"
     assert sources[ReuseAsked] == "router-0"

@@ -29,6 +29,7 @@ FLUSH_TIMEOUT_S = 2.0
 OUTSTANDING_PINGS_MAX = 2
 CONNECTED_POLL_S = 0.02
 HEAL_RETRY_S = 0.5
+REFUSED = "authorization violation"
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +49,7 @@ class Link:
         self.heal: Callable[[], Awaitable[None]] | None = None
         self._client = Client()
         self._closing = False
+        self._refused = False
         self._reconnected = asyncio.Event()
         self._healer: asyncio.Task[None] | None = None
 
@@ -189,6 +191,7 @@ class Link:
             self.drops[error.sub] = self.drops.get(error.sub, 0) + 1
             return
         self.last_error = str(error) or repr(error)
+        self._refused |= REFUSED in self.last_error.lower()  # what follows is only the end of that connection
         denied = self.denials.note(self.last_error)
         if denied:
             self.counters.permission_errors += 1
@@ -202,6 +205,7 @@ class Link:
 
     async def _on_reconnected(self) -> None:
         self.counters.reconnects += 1
+        self._refused = False
         self.denials.forget()
         log.info("bus_reconnected", nats=self.settings.nats)
         self._reconnected.set()
@@ -244,7 +248,7 @@ class Link:
 
     def _unreachable(self, error: Exception | None) -> str:
         why = self.last_error or (str(error) if error is not None and str(error) else "no answer")
-        if "authorization violation" in why.lower():
+        if self._refused or REFUSED in why.lower():
             return self._unknown()
         return (
             f"no connection to NATS at {self.settings.nats} ({why}): start nats-server -js there, "
