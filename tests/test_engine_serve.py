@@ -1,5 +1,7 @@
 """When an engine has drained."""
 
+from typing import Any
+
 import pytest
 
 from kvbus.engine.serve import Drain
@@ -7,7 +9,13 @@ from kvbus_schemas import LoadReported
 
 
 def load(**busy: int) -> LoadReported:
-    fields = {"running": 0, "waiting": 0, "free_blocks": 511, "total_blocks": 512, "held_blocks": 0} | busy
+    fields: dict[str, Any] = {
+        "running": 0,
+        "waiting": 0,
+        "free_blocks": 511,
+        "total_blocks": 512,
+        "held_blocks": 0,
+    } | busy
     return LoadReported(engine_id="prefill-0", **fields)
 
 

@@ -145,8 +145,7 @@ class ArmProcesses:
 
     def pids(self) -> dict[str, int]:
         """The first process of each part; an engine's others are in its process group."""
-        parts = {role: child.pid for role, child in self.engines.items()}
-        found: dict[str, int] = {**parts}
+        found: dict[str, int] = {str(role): child.pid for role, child in self.engines.items()}
         if self.matcher is not None:
             found["matcher"] = self.matcher.pid
         if self.nats is not None:

@@ -73,10 +73,11 @@ class Client:
             return await self._decode(prompt, request_id, params, max_tokens, since_s)
         produce, consume = self._params(request_id)
         late = {role: wait_s if first and role != first else 0.0 for role in ("prefill", "decode")}
-        _, answer = await asyncio.gather(
+        both = await asyncio.gather(
             _later(late["prefill"], self._prefill(prompt, request_id, produce)),
             _later(late["decode"], self._decode(prompt, request_id, consume, max_tokens, since_s)),
         )
+        answer: Answer = both[1]
         return answer
 
     def _params(self, request_id: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -15,7 +16,7 @@ from kvbus.bench.handoff_client import Answer, Client, load, prompt_of
 from kvbus.bench.handoff_cpu import cpu_seconds_of, engine_share
 from kvbus.bench.probe import FLUSH_S, Note, read_notes
 from kvbus.errors import CommandFailed
-from kvbus_schemas import PushDone, RequestServed, RouteDecided, TransferClosed, encode, subjects
+from kvbus_schemas import PushDone, RequestServed, Role, RouteDecided, TransferClosed, encode, subjects
 
 WARM_TOKENS = 96
 WARM_MAX_S = 40.0
@@ -100,7 +101,7 @@ async def measure_idle(arm: ArmProcesses, seconds: float) -> Samples:
         await warm_up(client)
         await asyncio.sleep(SETTLE_S)
         samples = {f"idle_{role}_cpu_percent": [share] for role, share in (await _shares(arm, seconds)).items()}
-        waits = ("prefill",) if arm.spec.legs == "pull" else ("prefill", "decode")
+        waits: tuple[Role, ...] = ("prefill",) if arm.spec.legs == "pull" else ("prefill", "decode")
         for first in waits:
             prompt = prompt_of(uuid.uuid4().hex, 600)
             asked = asyncio.create_task(client.ask(prompt, 2, first=first, wait_s=seconds + 2 * SETTLE_S))
@@ -182,7 +183,12 @@ async def _bus_samples(arm: ArmProcesses, point: Point, request_ids: list[str]) 
 
 def router_messages(request_id: str) -> tuple[RouteDecided, RequestServed]:
     """What a router says about each request: no router runs here, so it is added."""
-    shared = {"source": "router-0123456789ab", "incarnation": request_id[:16], "seq": 10**6, "sent_unix_us": 10**15}
+    shared: dict[str, Any] = {
+        "source": "router-0123456789ab",
+        "incarnation": request_id[:16],
+        "seq": 10**6,
+        "sent_unix_us": 10**15,
+    }
     decided = RouteDecided(
         **shared,
         transfer_id=request_id,

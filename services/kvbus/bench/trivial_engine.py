@@ -77,8 +77,8 @@ async def answer(request: Request, reply: Reply) -> None:
     elif b'"do_remote_decode":true' in request.body.replace(b" ", b""):
         reply.whole(200, [JSON], _PREFILLED)
     elif b'"stream":true' in request.body or b'"stream": true' in request.body:
-        reply.start(200, [SSE], None)
-        reply.end(_STREAMED)
+        await reply.start(200, [SSE], None)
+        await reply.end(_STREAMED)
     else:
         reply.whole(200, [JSON], _WHOLE)
 
