@@ -171,16 +171,11 @@ def test_different_prompts_are_refused(core: WritingCore) -> None:
     assert said(other.receive(ORDER, 0.1)) == [("d", "PushFailed")]
 
 
-def test_a_dead_consumer_is_written_to_no_more(core: WritingCore) -> None:
-    core.receive(ORDER, 0.0)
-    core.consumer_gone("d", "d1")
-    assert core.progress(WHOLE, 0.1) == Moves()
-
-
-def test_a_dead_consumers_finished_request_is_reported_as_sent(core: WritingCore) -> None:
+def test_a_dead_consumers_request_is_reported_as_sent_and_written_no_more(core: WritingCore) -> None:
     core.receive(ORDER, 0.0)
     core.hold(T)
     assert core.consumer_gone("d", "d1").sent == ["r"]
+    assert core.progress(WHOLE, 0.1) == Moves()
 
 
 def test_a_write_is_overdue_after_the_longest_that_it_may_take(core: WritingCore) -> None:
