@@ -25,7 +25,15 @@ SPEED = ["--prefill-tokens-per-s", "20000", "--token-us", "500", "--max-num-batc
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     work_dir: Path = tmp_path_factory.mktemp("light")
-    options = FleetOptions(prefill=2, decode=2, engine="sim", engine_arguments=SPEED, plain=True, work_dir=work_dir)
+    options = FleetOptions(
+        prefill=2,
+        decode=2,
+        engine="sim",
+        engine_arguments=SPEED,
+        router_arguments=["--no-reuse"],  # what is kept for conversations is not back
+        plain=True,
+        work_dir=work_dir,
+    )
     since_s = time.monotonic()
     async with start_fleet(options) as started:
         assert time.monotonic() - since_s < 20, "light engines are ready in seconds"

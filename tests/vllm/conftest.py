@@ -11,7 +11,8 @@ from tests.vllm_world import World, world
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
     """One prefill, one decode and a plain engine, with the 8-layer model, chunks of 256 tokens."""
     work_dir = tmp_path_factory.mktemp("pair")
-    async with world(work_dir, model="small", engine_arguments=["--max-num-batched-tokens", "256"]) as there:
+    chunks = ["--max-num-batched-tokens", "256"]
+    async with world(work_dir, model="small", engine_arguments=chunks, router_arguments=["--no-reuse"]) as there:
         yield there
 
 

@@ -30,7 +30,7 @@ async def test_prefill_with_one_rank_pushes_to_decode_with_two(tmp_path: Path) -
 
 
 async def test_two_prefills_and_two_decodes(tmp_path: Path) -> None:
-    async with world(tmp_path, model="tiny", prefill=2, decode=2) as there:
+    async with world(tmp_path, model="tiny", prefill=2, decode=2, router_arguments=["--no-reuse"]) as there:
         bodies = [{"prompt": prompt_of(300 + 40 * number, seed=number), "max_tokens": 8} for number in range(12)]
         await asyncio.gather(*(there.same_as_plain(body) for body in bodies))
         registered = [message for message in there.heard if isinstance(message, BlocksRegistered)]
@@ -43,7 +43,7 @@ async def test_two_prefills_and_two_decodes(tmp_path: Path) -> None:
 async def test_preemption_on_either_side(tmp_path: Path) -> None:
     """Fewer blocks than the requests need together, on both engines: vLLM preempts, the tokens stay right."""
     few = ["--num-gpu-blocks-override", "64", "--max-model-len", "1536", "--max-num-batched-tokens", "128"]
-    async with world(tmp_path, model="tiny", engine_arguments=few) as there:
+    async with world(tmp_path, model="tiny", engine_arguments=few, router_arguments=["--no-reuse"]) as there:
         bodies = [{"prompt": prompt_of(400, seed=number), "max_tokens": 160} for number in range(8)]
         await asyncio.gather(*(there.same_as_plain(body) for body in bodies))
         preempted = [

@@ -59,6 +59,8 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     """More arguments of every `vllm serve`, or of every `kvbus sim-engine`."""
     prefill_arguments: list[str] = []
     decode_arguments: list[str] = []
+    router_arguments: list[str] = []
+    """More arguments of every `kvbus router`."""
     engine_settings: dict[str, str] = {}
     """More KVBUS_ENGINE_... settings of every engine."""
     matchers: int = 1
@@ -152,7 +154,8 @@ class Fleet:
     def start_router(self, number: int) -> Child:
         port = self.options.port if number == 0 and self.options.port else free_port()
         self.router_ports.append(port)
-        child = self._child(f"router-{number}", "router", "--nats", self.nats_url, "--port", str(port))
+        command = ["router", "--nats", self.nats_url, "--port", str(port), *self.options.router_arguments]
+        child = self._child(f"router-{number}", *command)
         self.routers.append(child)
         return child
 
