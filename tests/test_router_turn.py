@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from kvbus.router.door import Door
 from kvbus.router.fleet import Engine
-from kvbus.router.reusing import tenant_of
+from kvbus.router.settings import RouterSettings
 from kvbus.router.turn import Turn
 from kvbus_schemas import Mode, Post, ReuseAnswered, ReuseGrant, ReuseReleased
 
@@ -115,4 +116,5 @@ def test_an_engines_words_cannot_break_the_header() -> None:
     ],
 )
 def test_tenants_are_told_apart(headers: list[tuple[bytes, bytes]], tenant: str) -> None:
-    assert tenant_of(headers, b"x-t") == tenant
+    door = Door(RouterSettings(tenant_header="X-T"))
+    assert door.tenant_of(headers) == tenant

@@ -2,6 +2,7 @@
 
 RouterProblem
 ├── BadRequestError   400, 404: the request is wrong
+├── Unauthorized      401: no key, or no key of this router
 ├── BusyError         429, 503: not now; carries Retry-After
 └── EngineFailed      502, 504: engines were tried and failed
 """
@@ -31,6 +32,13 @@ class BadRequestError(RouterProblem):
         super().__init__(message, status=status, code=code)
 
 
+class Unauthorized(RouterProblem):
+    """The client must say who it is."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=401, code="invalid_api_key")
+
+
 class BusyError(RouterProblem):
     """The client may try again."""
 
@@ -45,7 +53,13 @@ class EngineFailed(RouterProblem):
         super().__init__(message, status=status, code=code)
 
 
-_TYPES = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error", 499: "client_closed_request"}
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    499: "client_closed_request",
+}
 
 
 def error_json(status: int, code: str, message: str) -> bytes:

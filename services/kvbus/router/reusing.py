@@ -5,6 +5,7 @@ from kvbus.conversations import key_of_request
 from kvbus.conversations_client import GIVEN_SECRET_BYTES_MIN, ReuseClient, shared_secret
 from kvbus.errors import ConfigError
 from kvbus.router.bodies import Asked
+from kvbus.router.door import Door
 from kvbus.router.http import Headers
 from kvbus.router.settings import RouterSettings
 from kvbus.router.turn import Turn
@@ -13,13 +14,13 @@ from kvbus.router.turn import Turn
 class Reuse:
     """Raises ConfigError when the given secret is too short to be one."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, door: Door) -> None:
         if settings.reuse_secret and len(settings.reuse_secret.encode()) < GIVEN_SECRET_BYTES_MIN:
             raise ConfigError(f"reuse_secret must have {GIVEN_SECRET_BYTES_MIN} bytes or more: openssl rand -hex 32")
         self._settings = settings
         self._client = ReuseClient()
         self._secret = b""
-        self._tenant_header = settings.tenant_header.lower().encode()
+        self._door = door
 
     async def joined(self, bus: Bus) -> None:
         """The router is on the bus. Raises BusError."""
@@ -41,7 +42,7 @@ class Reuse:
         settings = self._settings
         if not settings.reuse or not self._secret or not asked.single or asked.local_reason:
             return Turn()
-        scope = f"{tenant_of(headers, self._tenant_header)}\0{asked.model}"
+        scope = f"{self._door.tenant_of(headers)}\0{asked.model}"
         by_messages = settings.reuse_by_messages
         found = key_of_request(scope, asked.model, asked.members, headers, self._secret, by_messages=by_messages)
         return Turn(found[1] if found else "")
@@ -58,18 +59,3 @@ class Reuse:
     async def _learn(self, bus: Bus) -> None:
         """The secret of all routers; after a reconnect it may be another one, of a new NATS."""
         self._secret = await shared_secret(bus, self._settings.reuse_secret)
-
-
-def tenant_of(headers: Headers, tenant_header: bytes) -> str:
-    """Who asks: the value of `tenant_header`, where one is configured and sent, else the API key, else nobody.
-
-    The three are told apart, so that no key can pass for a header's value. It is hashed with the id, never said.
-    """
-    key = b""
-    for name, value in headers:
-        if tenant_header and name == tenant_header:
-            return "header " + value.decode("utf-8", "surrogateescape")
-        if name == b"authorization" and not key:
-            scheme, _, rest = value.partition(b" ")
-            key = scheme.lower() + b" " + rest.strip()
-    return "key " + key.decode("utf-8", "surrogateescape") if key else ""

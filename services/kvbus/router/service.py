@@ -12,6 +12,7 @@ from kvbus.router.afterwards import Afterwards, Served
 from kvbus.router.bodies import Asked
 from kvbus.router.chooser import Chooser
 from kvbus.router.core import CLIENT_LEFT_STATUS, MODES
+from kvbus.router.door import Door
 from kvbus.router.fleet import Engine, Fleet
 from kvbus.router.gate import Gate
 from kvbus.router.http import Origin, Reply, Request, Server, ServerLimits
@@ -49,7 +50,8 @@ class Router:
         )
         self.presence = Presence(settings, self.fleet, name=name, incarnation=incarnation, replaced=self._replaced)
         self.presence.cancelled = self.metrics.cancelled
-        self.reuse = Reuse(settings)
+        self.door = Door(settings)
+        self.reuse = Reuse(settings, self.door)
         self.presence.joined = self.reuse.joined
         self.afterwards = Afterwards(self.metrics, self.presence.post)
         self.server = Server(self._handle, _limits(settings), error_json)
@@ -152,6 +154,7 @@ class Router:
             raise
 
     async def _route(self, request: Request, reply: Reply) -> None:
+        self.door.check(request)
         kind = GENERATE.get(request.path)
         if kind is not None:
             await self._generate(kind, request, reply)

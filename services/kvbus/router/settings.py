@@ -47,6 +47,8 @@ class RouterSettings(BusSettings, frozen=True, forbid_unknown_fields=True):
     """The head of an answer waits so long after decode's first byte for prefill's word on what it took over."""
     reuse_secret: str = ""
     """Secret of conversation keys, the same for all routers; empty: one that they share over JetStream."""
+    api_keys_file: str = ""
+    """Keys that clients must send (`kvbus auth key add`), each with its tenant; empty: open to all."""
     tenant_header: str = ""
     """A header that names the tenant, set by a gateway that clients cannot get around; else the API key stands for
     the tenant."""
