@@ -26,6 +26,12 @@ def test_every_command_that_the_readme_names_exists() -> None:
     assert named - spoken <= known, sorted(named - known)
 
 
+def test_every_error_code_of_the_router_is_explained() -> None:
+    sources = (Path(__file__).parent.parent / "services/kvbus/router").rglob("*.py")
+    codes = {code for source in sources for code in re.findall(r'code(?:: str)? ?= ?"([a-z_]+)"', source.read_text())}
+    assert not {code for code in codes if f"`{code}`" not in README}
+
+
 @pytest.mark.parametrize("command", [name.replace("_", "-") for name in COMMANDS])
 def test_every_command_explains_itself(command: str) -> None:
     shown = subprocess.run(
