@@ -16,7 +16,7 @@ from kvbus.local.fleet import Fleet, FleetOptions, start_fleet
 from kvbus_schemas import AnyMessage, Message, PushOrdered, Ticket, TransferClosed
 
 Json = dict[str, Any]
-Order = Literal["together", "prefill first", "decode first"]
+Order = Literal["together", "prefill first", "decode first", "decode halfway"]
 
 GREEDY: Json = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 SETTLED_MAX_S = 20.0
@@ -101,7 +101,7 @@ class World:
         one = asyncio.create_task(first)
         if order == "prefill first":
             await one
-        elif order == "decode first":
+        elif order != "together":
             await asyncio.sleep(0.3)
         answers = await asyncio.gather(one, second)
         assert [status for status, _ in answers] == [200, 200], answers

@@ -35,6 +35,17 @@ async def test_a_finished_chunk_is_written_while_the_next_computes(pair: World) 
     assert sum(count for _, count in done.ranges) == 47
 
 
+async def test_a_registration_that_arrives_halfway_is_served_with_what_is_ready(pair: World) -> None:
+    transfer_id = await pair.hand_over(prompt_of(3000, seed=14), "decode halfway")
+    said = kinds(pair.about(transfer_id))
+    assert said.index("PushOrdered") < said.index("BlocksReady")
+    (done,) = await pair.until_heard(PushDone, transfer_id)
+    assert isinstance(done, PushDone)
+    first_blocks, written = done.ranges[0]
+    assert (first_blocks, done.writes > 1) == (0, True)
+    assert written > 8  # several chunks of eight blocks were waiting
+
+
 async def test_a_request_costs_at_most_twelve_messages(pair: World) -> None:
     transfer_id = await pair.hand_over(prompt_of(1500, seed=13))
     await pair.closed(transfer_id)
