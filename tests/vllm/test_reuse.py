@@ -6,10 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from tests.vllm_world import World, prompt_of, tokens_of, world
 
-from kvbus_schemas import BlocksRegistered, BlocksUnavailable, ReuseOffered, ReuseReleased, TransferClosed
+from kvbus_schemas import (
+    BlocksRegistered,
+    BlocksUnavailable,
+    ReuseOffered,
+    ReuseReleased,
+    ReuseWithdrawn,
+    TransferClosed,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nats, pytest.mark.asyncio(loop_scope="session")]
 
@@ -26,16 +34,25 @@ async def _computed(there: World, engine_id: str) -> float:
     return sum(float(line.split()[-1]) for line in counted if "local_compute" in line)
 
 
-async def _talk(there: World, turns: int, history: list[int], **body: Any) -> list[str]:
-    """A conversation; every answer must be a plain engine's. Returns what each reply said of reuse."""
+async def _talk(there: World, turns: int, history: list[int]) -> list[str]:
+    """A streamed conversation through the official client; every answer must be a plain engine's. Returns what each
+    reply said of reuse."""
     said, conversation = [], secrets.token_hex(8)
+    client = openai.AsyncOpenAI(base_url=there.fleet.base_url + "/v1", api_key="none", max_retries=0)
+    extra = {"return_token_ids": True, "ignore_eos": True, "conversation_id": conversation}
     for turn in range(turns):
-        prompt = {"prompt": history, "max_tokens": ANSWER, "conversation_id": conversation, **body}
-        answer = await there.routed(prompt)
-        assert tokens_of(answer) == tokens_of(await there.plain({"prompt": history, "max_tokens": ANSWER}))
-        said.append(answer["headers"]["X-Kvbus-Reuse"])
-        history = history + tokens_of(answer)[0] + prompt_of(NEW, seed=1000 + turn)
+        reply = await client.completions.with_raw_response.create(
+            model=there.model, prompt=history, max_tokens=ANSWER, temperature=0, stream=True, extra_body=extra
+        )
+        tokens: list[int] = []
+        async for chunk in reply.parse():
+            for choice in chunk.choices:
+                tokens += (choice.model_extra or {}).get("token_ids") or []
+        assert [tokens] == tokens_of(await there.plain({"prompt": history, "max_tokens": ANSWER}))
+        said.append(reply.headers["X-Kvbus-Reuse"])
+        history = history + tokens + prompt_of(NEW, seed=1000 + turn)
         await asyncio.sleep(0.15)  # the offer reaches the store
+    await client.close()
     return said
 
 
@@ -146,3 +163,29 @@ async def test_decode_says_at_once_that_an_offer_is_gone(tmp_path: Path) -> None
         assert answer["headers"]["X-Kvbus-Reuse"].startswith("miss")
         assert not [message for message in there.heard if isinstance(message, BlocksUnavailable)]
         await there.settled(within_s=6.0)
+
+
+async def test_the_oldest_conversations_yield_when_memory_is_short(tmp_path: Path) -> None:
+    """Decode keeps what fits and lets the oldest go, says so, and never refuses a request for what it keeps."""
+    few = ["--num-gpu-blocks-override", "96", "--max-model-len", "2048", "--no-enable-prefix-caching"]
+    async with world(tmp_path, model="tiny", engine_arguments=few) as there:
+        assert there.fleet.bus is not None
+        withdrawn: list[ReuseWithdrawn] = []
+
+        async def hear(message: object) -> None:
+            if isinstance(message, ReuseWithdrawn):
+                withdrawn.append(message)
+
+        await there.fleet.bus.subscribe("kvbus.v1.reuse.reuse_withdrawn.>", hear)
+        bodies = [{"prompt": prompt_of(400, seed=200 + number), "max_tokens": ANSWER} for number in range(6)]
+        for number, body in enumerate(bodies):
+            answer = await there.routed({**body, "conversation_id": f"conversation {number}"})
+            assert tokens_of(answer) == tokens_of(await there.plain(body))
+        assert [message.reason for message in withdrawn] == ["evicted"] * len(withdrawn)
+        assert len(withdrawn) >= 3  # 13 blocks each, and 48 may be kept
+        many = [{"prompt": prompt_of(500, seed=300 + number), "max_tokens": ANSWER} for number in range(6)]
+        answers = await asyncio.gather(*(there.routed(body) for body in many))
+        for body, answer in zip(many, answers, strict=True):
+            assert tokens_of(answer) == tokens_of(await there.plain(body))
+        await _forget_all(there)
+        await there.settled()
