@@ -1,12 +1,16 @@
 """Figures of a benchmark: median, 99th percentile, spread; as one JSON object or as a table."""
 
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
+
+PLAIN_WIDTH = 200
+"""Columns where there is no terminal."""
 
 
 class Metric(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -44,7 +48,7 @@ class Report(msgspec.Struct, frozen=True):
         for arm in self.arms:
             cells = [_cell(arm.metrics.get(column)) for column in columns]
             table.add_row(arm.name + (f" ({arm.note})" if arm.note else ""), *cells)
-        (console or Console()).print(table)
+        (console or Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)).print(table)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

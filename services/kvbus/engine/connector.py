@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 
-from kvbus import __version__
 from kvbus.engine import vllm_parts
 from kvbus.engine.data_plane import StockDataPlane
 from kvbus.engine.facts import StepOrders
@@ -28,7 +27,6 @@ from kvbus.engine.identity import Identity
 from kvbus.engine.landing import LandingCore
 from kvbus.engine.link import Link, LinkHandlers
 from kvbus.engine.nudge import Ear, Nudge
-from kvbus.engine.own_matcher import CAPABILITY as MATCHES_ITSELF
 from kvbus.engine.own_matcher import OwnMatcher
 from kvbus.engine.rank import RankSide
 from kvbus.engine.scheduler import SchedulerSide
@@ -151,33 +149,14 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
         return self._scheduler_side is not None and self._scheduler_side.has_news()
 
     def _card(self) -> EngineCard | None:
-        me = self._identity
         if not self._agents:
             return None
-        return EngineCard(
-            source=me.engine_id,
-            incarnation=me.incarnation,
-            engine_id=me.engine_id,
-            role=me.role,
-            model=me.model,
+        return self._identity.card(
             http_url=self._settings.http_url,
-            block_size=me.block_size,
-            num_blocks=me.num_blocks,
-            tp_size=me.tp_size,
-            pp_size=me.pp_size,
-            kv_layout=me.kv_layout,
-            compat_hash=me.compat_hash,
-            vllm_version=me.vllm_version,
-            kvbus_version=__version__,
-            max_model_len=me.max_model_len,
-            capabilities=self._capabilities(),
+            progressive=self._settings.progressive,
+            own_matcher=self._link.own_matcher is not None,
             agent_metadata=self._agents,
         )
-
-    def _capabilities(self) -> list[str]:
-        own_matcher = self._link.own_matcher is not None
-        have = {"push": True, "progressive": self._settings.progressive, "reuse": True, MATCHES_ITSELF: own_matcher}
-        return [name for name, there in have.items() if there]
 
     def _load(self) -> LoadReported | None:
         assert self._scheduler_side is not None

@@ -20,8 +20,6 @@ from kvbus_schemas import (
     subjects,
 )
 
-CAPABILITY = "matcher"
-
 
 class OwnMatcher:
     """Runs on the link's loop."""

@@ -9,7 +9,6 @@ from kvbus import __version__
 from kvbus.engine.identity import Identity
 from kvbus.engine.landing import LandingCore
 from kvbus.engine.link import Link, LinkHandlers
-from kvbus.engine.own_matcher import CAPABILITY as MATCHES_ITSELF
 from kvbus.engine.own_matcher import OwnMatcher
 from kvbus.engine.rank import RankSide
 from kvbus.engine.scheduler import SchedulerSide
@@ -98,29 +97,10 @@ class LightEngine:
         self._plane.close()
 
     def card(self) -> EngineCard:
-        me = self.identity
-        have = {
-            "push": True,
-            "progressive": self.bus.progressive,
-            "reuse": True,
-            MATCHES_ITSELF: self._link.own_matcher is not None,
-        }
-        return EngineCard(
-            source=me.engine_id,
-            incarnation=me.incarnation,
-            engine_id=me.engine_id,
-            role=me.role,
-            model=me.model,
+        return self.identity.card(
             http_url=self.bus.http_url,
-            block_size=me.block_size,
-            num_blocks=me.num_blocks,
-            tp_size=me.tp_size,
-            pp_size=me.pp_size,
-            kv_layout=me.kv_layout,
-            compat_hash=me.compat_hash,
-            kvbus_version=__version__,
-            max_model_len=me.max_model_len,
-            capabilities=[name for name, there in have.items() if there],
+            progressive=self.bus.progressive,
+            own_matcher=self._link.own_matcher is not None,
             agent_metadata={f"0.{RANK}": self._address},
         )
 
