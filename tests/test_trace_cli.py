@@ -6,10 +6,10 @@ import json
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import structlog
@@ -227,17 +227,30 @@ def test_nothing_personal_is_in_an_export(kvbus: Kvbus) -> None:
 def test_tail_prints_what_happens_from_now_on(server: EmbeddedNats) -> None:
     script = "import typer\nfrom kvbus.cli import trace\napp = typer.Typer()\ntrace.register(app)\napp()"
     command = [sys.executable, "-c", script, "trace", "tail", "--nats", server.url]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     late = RouteDecided(transfer_id="f" * 32, request_id="late", mode="local", decode_id="d9", policy="p", reason="r")
     load = LoadReported(engine_id="p0", running=1, waiting=0, free_blocks=9, total_blocks=10)
-    time.sleep(1.5)
-    asyncio.run(say(server.url, [("p0", "all", load), ("router-9", "all", late)]))
-    time.sleep(0.7)
+    assert process.stdout is not None
+    printed = threading.Event()
+    lines: list[str] = []
+
+    def read(stream: IO[str]) -> None:
+        for line in stream:
+            lines.append(line.rstrip())
+            printed.set()
+
+    reader = threading.Thread(target=read, args=(process.stdout,))
+    reader.start()
+    for _ in range(40):  # what is said before it follows is not shown
+        asyncio.run(say(server.url, [("p0", "all", load), ("router-9", "all", late)]))
+        if printed.wait(timeout=1.0):
+            break
     process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=10)
-    assert process.returncode == 0
-    [text] = printed.splitlines()
-    assert text.endswith("ffffffffffff  router-9 -> all  local d9 (p: r)")
+    assert process.wait(timeout=10) == 0
+    reader.join(timeout=10)
+    process.stdout.close()
+    assert lines
+    assert all(line.endswith("ffffffffffff  router-9 -> all  local d9 (p: r)") for line in lines)
 
 
 def test_on_a_terminal_it_is_a_table_and_fits() -> None:
