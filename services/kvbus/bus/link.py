@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 
 import nats.errors
 import structlog
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from kvbus.auth.seeds import read_seed
 from kvbus.bus.calls import Calls
+from kvbus.bus.client import Client
 from kvbus.bus.denials import Denials
 from kvbus.bus.settings import BusCounters, BusSettings
 from kvbus.errors import BusError, ConfigError
