@@ -19,6 +19,20 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Age of the load report that the score was built on, in milliseconds."""
 
 
+class EngineView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a router knows of an engine at the moment of a decision."""
+
+    engine_id: str
+    role: Literal["prefill", "decode"]
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    load_age_ms: float = 0.0
+    hit_tokens: int = 0
+    """Tokens of this prompt that the engine already holds, as far as the router knows."""
+
+
 class RouteDecided(Message, frozen=True, kw_only=True):
     """The router has chosen. Published before the HTTP legs are sent."""
 
@@ -40,7 +54,15 @@ class RouteDecided(Message, frozen=True, kw_only=True):
     conversation: str = ""
     deadline_s: float = 0.0
     decided_us: int = 0
-    """How long the policy took, in microseconds."""
+    """How long the choice took, in microseconds; with a router on the bus, the wait for its answer included."""
+    asked: Mode | None = None
+    """The mode that the policy was asked for: the client's wish, as far as these engines allow it."""
+    engines: list[EngineView] = []
+    """The engines that the policy saw, in its order; in mode deferred's second decision the decodes only."""
+    engines_left_out: int = 0
+    """How many more it saw: a decision names at most 16 of each role."""
+    canary: bool = False
+    """True: the request belonged to the share that is sent to a canary, whoever decided in the end."""
 
     @property
     def key(self) -> str:
@@ -70,22 +92,11 @@ class RequestServed(Message, frozen=True, kw_only=True):
         return self.transfer_id
 
 
-class EngineView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a router knows of an engine at the moment of a decision."""
-
-    engine_id: str
-    role: Literal["prefill", "decode"]
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 0
-    total_blocks: int = 0
-    load_age_ms: float = 0.0
-    hit_tokens: int = 0
-    """Tokens of this prompt that the engine already holds, as far as the router knows."""
-
-
 class RouteAsked(Message, frozen=True, kw_only=True):
-    """A router asks the routers on the bus where a request should go. Answer within `deadline_ms`."""
+    """A router asks the routers on the bus where a request should go. Answer `source` within `deadline_ms`, once.
+
+    `engines` are those that may be chosen: alive, of the model, compatible, not tried by this request before.
+    """
 
     PLANE: ClassVar[Plane] = "route"
 
@@ -98,6 +109,13 @@ class RouteAsked(Message, frozen=True, kw_only=True):
     conversation: str = ""
     shadow: bool = False
     """True: the answer is recorded and compared, never used."""
+    asked: Mode | None = None
+    """The mode that the answer must have; None leaves the choice. Without a prefill in `engines` it is local."""
+    part: Literal["both", "decode"] = "both"
+    """`decode`: prefill is done (mode deferred); answer with a decode_id, an empty prefill_id and mode deferred."""
+    attempt: int = 1
+    transfer_id: str = ""
+    """The dispatch that this is asked for."""
 
     @property
     def key(self) -> str:
@@ -105,13 +123,15 @@ class RouteAsked(Message, frozen=True, kw_only=True):
 
 
 class RouteAnswered(Message, frozen=True, kw_only=True):
-    """A router's answer to RouteAsked. `to` is the asking router."""
+    """A router's answer to RouteAsked. `to` is the asking router, its `source`."""
 
     PLANE: ClassVar[Plane] = "route"
 
     ask_id: str
     prefill_id: str
+    """One of the engines asked about; empty in mode local, and where only a decode is asked for."""
     decode_id: str
+    """One of the engines asked about; may be empty in mode deferred, until a decode is asked for."""
     mode: Mode = "early"
     reason: str = ""
     candidates: list[Candidate] = []
