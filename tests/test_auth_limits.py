@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.auth_world import PARTIES, Ears, World, secured
+from tests.auth_world import PARTIES, Ears, World, announce, secured
 
 from kvbus.auth.roles import SAYS, Party
 from kvbus.bus import Bus, DeniedError
+from kvbus.errors import BusError
 from kvbus_schemas import CancelOrdered, LoadReported, Message, encode, subjects
 
 pytestmark = pytest.mark.nats
@@ -72,6 +73,12 @@ async def test_an_observer_cannot_publish_and_learns_it_at_once(world: World) ->
         assert time.monotonic() - started_s < SOON_S
 
 
+KEYS_OF = {
+    "matcher": (subjects.LEASES_BUCKET, "matcher"),
+    "reuse": (subjects.CONVERSATIONS_BUCKET, "c"),
+    "router": ("kvbus_secrets", "conversations"),
+}
+"""The bucket and key that a role may write, where it is not an engine's card."""
 FOREIGN_KEYS = [
     ("p0", subjects.ENGINES_BUCKET, "d0"),
     ("d0", subjects.ENGINES_BUCKET, "d1"),
@@ -88,6 +95,24 @@ async def test_nobody_writes_anothers_key(world: World, user: str, bucket: str, 
         opened = await bus.bucket(bucket)
         with pytest.raises(DeniedError):
             await opened.put(key, b"x", ttl_s=5)
+
+
+@pytest.mark.parametrize("party", PARTIES, ids=lambda party: party.name)
+async def test_nobody_wipes_anothers_keys(world: World, party: Party) -> None:
+    """A roll-up header on a write to one's own key would remove all that the bucket holds."""
+    own_bucket, own_key = KEYS_OF.get(party.role, (subjects.ENGINES_BUCKET, party.name))
+    async with world.bus("d1") as d1, world.bus(party.name) as bus:
+        await announce(d1, "d1")
+        for rollup in ("all", "sub"):
+            headers = {"Nats-TTL": "5", "Nats-Rollup": rollup}
+            with pytest.raises(BusError, match=r"rollup not permitted|does not let"):
+                await bus._jetstream.put(f"$KV.{own_bucket}.{own_key}", b"x", headers)
+        if party.role != "operator":
+            for call in (f"STREAM.PURGE.KV_{own_bucket}", f"STREAM.MSG.DELETE.KV_{own_bucket}"):
+                with pytest.raises(DeniedError):
+                    await bus._jetstream.api(call, {"seq": 1})
+    async with world.bus("observer") as observer:
+        assert await (await observer.bucket(subjects.ENGINES_BUCKET)).get("d1") is not None
 
 
 @pytest.mark.parametrize("user", ["p0", "d0", "matcher-0", "observer", "chooser"])

@@ -2,6 +2,8 @@
 
 import asyncio
 import secrets
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -12,6 +14,9 @@ from kvbus.bus import (
     KeyExistsError,
     RevisionError,
 )
+from kvbus.bus.bucket import bucket_config
+from kvbus.bus.errors import JetStreamError
+from kvbus.bus.jetstream import NS
 from kvbus.embedded import EmbeddedNats
 
 pytestmark = pytest.mark.nats
@@ -100,3 +105,42 @@ async def test_a_watch_tells_what_is_there_then_what_changes_and_leaves_nothing(
     assert info is not None
     assert info["state"]["consumer_count"] == 0
     await bus.remove_bucket(bucket.name)
+
+
+async def test_a_watcher_that_was_stopped_for_longer_than_a_lifetime_does_not_take_the_living_for_dead(
+    bus: Bus, nats_server: EmbeddedNats
+) -> None:
+    """It has the renewals still to hear, so it asks before it says that a key has gone."""
+    bucket, seen = await bus.bucket(fresh()), list[tuple[str, bytes | None]]()
+    await bucket.put("k", b"0", ttl_s=2)
+    await bucket.watch(lambda key, value: seen.append((key, value)))
+    renewing = threading.Thread(target=lambda: asyncio.run(_renew(nats_server.url, bucket.name, 4)))
+    renewing.start()
+    time.sleep(2.8)  # noqa: ASYNC251  (the loop stands still: that is the point)
+    await until(lambda: seen[-1] == ("k", b"3"))
+    assert ("k", None) not in seen
+    renewing.join()
+    await until(lambda: seen[-1] == ("k", None))
+    await bus.remove_bucket(bucket.name)
+
+
+async def _renew(url: str, name: str, times: int) -> None:
+    member = await Bus.connect(BusSettings(nats=url), name="renewer", incarnation="r")
+    bucket = await member.bucket(name)
+    for number in range(times):
+        await bucket.put("k", b"%d" % number, ttl_s=2)
+        await asyncio.sleep(0.8)
+    await member.close()
+
+
+async def test_a_bucket_that_was_made_with_roll_ups_loses_them(bus: Bus) -> None:
+    name = fresh()
+    older = bucket_config(name, ttl_hint_s=None, storage="memory", replicas=1)
+    older |= {"allow_rollup_hdrs": True, "subject_delete_marker_ttl": NS}
+    await bus._jetstream.api(f"STREAM.CREATE.KV_{name}", older)
+    bucket = await bus.bucket(name)
+    await bucket.put("a", b"1", ttl_s=60)
+    with pytest.raises(JetStreamError, match="rollup not permitted"):
+        await bus._jetstream.put(f"$KV.{name}.b", b"2", {"Nats-TTL": "60", "Nats-Rollup": "all"})
+    assert await bucket.keys() == ["a"]
+    await bus.remove_bucket(name)

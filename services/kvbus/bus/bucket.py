@@ -2,17 +2,15 @@
 drops lifetimes on update, so this speaks to the stream underneath."""
 
 import math
-import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from kvbus.bus.errors import JetStreamError, KeyExistsError, NoRespondersError, RevisionError
+from kvbus.bus.expiry import lifetime_s
 from kvbus.bus.jetstream import NS, WRONG_LAST_SEQUENCE, JetStream, Stored, whole_seconds
 from kvbus.bus.watch import Handler, Watch
 
-MARKER_TTL_S = 1
-"""How long the sign that a key has gone stays for watchers."""
 TOMBSTONE_TTL_S = 2
 HINT_MARGIN_S = 60
 CREATE_TRIES = 3
@@ -20,8 +18,8 @@ CREATE_TRIES = 3
 Storage = Literal["memory", "file"]
 T = TypeVar("T")
 
-_DURATION = re.compile(r"(\d+)(ms|h|m|s|)")
-_UNIT_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "": 1.0, "ms": 0.001}
+NEEDS = ("allow_direct", "allow_msg_ttl", "allow_rollup_hdrs", "subject_delete_marker_ttl")
+"""Settings of the stream that are put right where it exists already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +33,13 @@ class Entry:
 
 
 def is_gone(headers: dict[str, str]) -> bool:
-    """True for the marker that stands where a key has expired or was deleted."""
-    return "Nats-Marker-Reason" in headers or headers.get("KV-Operation") in ("DEL", "PURGE")
+    """True for the tombstone that stands where a key was deleted."""
+    return headers.get("KV-Operation") in ("DEL", "PURGE")
 
 
 def bucket_config(name: str, *, ttl_hint_s: float | None, storage: Storage, replicas: int) -> dict[str, Any]:
-    """The stream under a bucket: the one message per key that nats-py and others would make, and direct reads."""
+    """The stream under a bucket: one message per key, and direct reads. No roll-ups: a header with which whoever may
+    write one key can wipe all others (so no markers of expired keys either, which need them: see `bus.watch`)."""
     return {
         "name": f"KV_{name}",
         "subjects": [f"$KV.{name}.>"],
@@ -54,11 +53,11 @@ def bucket_config(name: str, *, ttl_hint_s: float | None, storage: Storage, repl
         "max_consumers": -1,
         "max_msg_size": -1,
         "max_age": 0 if ttl_hint_s is None else (math.ceil(ttl_hint_s) + HINT_MARGIN_S) * NS,
-        "allow_rollup_hdrs": True,
+        "allow_rollup_hdrs": False,
         "deny_delete": True,
         "allow_direct": True,
         "allow_msg_ttl": True,
-        "subject_delete_marker_ttl": MARKER_TTL_S * NS,
+        "subject_delete_marker_ttl": 0,
     }
 
 
@@ -75,7 +74,7 @@ class Bucket:
 
     async def ensure(self) -> None:
         """The bucket exists; a memory bucket is made again, empty, after its server has gone."""
-        await self._jetstream.ensure(self._config, needs=("allow_direct", "allow_msg_ttl", "subject_delete_marker_ttl"))
+        await self._jetstream.ensure(self._config, needs=NEEDS)
 
     async def heal(self) -> None:
         """After a reconnect: the bucket exists and every watch starts over."""
@@ -103,7 +102,7 @@ class Bucket:
                 stored = await self._last(key)
                 if stored is not None and not is_gone(stored.headers):
                     break
-                expected = 0 if stored is None else stored.seq  # what is there is the marker of a key that is gone
+                expected = 0 if stored is None else stored.seq  # what is there is the tombstone of a key that is gone
         raise KeyExistsError(self.name, key)
 
     async def put(self, key: str, value: bytes, *, ttl_s: float) -> int:
@@ -116,7 +115,7 @@ class Bucket:
 
     async def delete(self, key: str, *, revision: int | None = None) -> None:
         """Remove a key, with `revision` only if it is still at it (else RevisionError). Its tombstone goes too."""
-        await self._write(key, b"", TOMBSTONE_TTL_S, revision, {"KV-Operation": "PURGE", "Nats-Rollup": "sub"})
+        await self._write(key, b"", TOMBSTONE_TTL_S, revision, {"KV-Operation": "PURGE"})
 
     async def entries(self, prefix: str = ">") -> list[Entry]:
         """All live keys under `prefix` with their values, oldest write first. Leaves no consumer behind."""
@@ -151,7 +150,7 @@ class Bucket:
         if is_gone(stored.headers):
             return None
         remaining_s: float | None = None
-        ttl_s = _seconds(stored.headers.get("Nats-TTL", ""))
+        ttl_s = lifetime_s(stored.headers)
         if ttl_s is not None:
             remaining_s = ttl_s - (self._jetstream.server_unix_s() - stored.unix_s)
             if remaining_s <= 0:
@@ -182,9 +181,3 @@ class Bucket:
         except NoRespondersError:
             await self.ensure()
             return await call()
-
-
-def _seconds(ttl: str) -> float | None:
-    """Seconds of a Nats-TTL header (`480`, `1h`, `1500ms`); None when there is no lifetime in it."""
-    parts = _DURATION.findall(ttl)
-    return sum(int(number) * _UNIT_S[unit] for number, unit in parts) if parts else None

@@ -125,7 +125,7 @@ class JetStream:
                     raise
             found = await self.info(name)
         have = found["config"] if found else {}
-        if any(have.get(need) != config[need] for need in needs):
+        if any((have.get(need) or 0) != config[need] for need in needs):  # JetStream leaves out what is off
             await self.api(f"STREAM.UPDATE.{name}", have | {need: config[need] for need in needs})
 
     async def last(self, stream: str, subject: str) -> Stored | None:

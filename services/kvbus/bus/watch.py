@@ -4,10 +4,14 @@ A watch runs in sessions. Each makes a consumer that first delivers the newest m
 comes; a missed heartbeat, a hole in the consumer's numbering, an overflow or a reconnect ends it and starts the next
 one. What the handler has been told is remembered, so a new session repeats nothing, and a key that vanished
 meanwhile (expired unseen, or gone with a memory bucket) is reported as gone.
+
+The server says nothing when a key expires: its markers would need roll-up headers, with which whoever may write one
+key can wipe the others. So a watch reckons when each key ends, and then asks the server whether it is still there.
 """
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,7 +19,8 @@ import structlog
 from nats.aio.msg import Msg
 
 from kvbus.bus.calls import status_of
-from kvbus.bus.jetstream import NS, JetStream
+from kvbus.bus.expiry import Expiry, lifetime_s
+from kvbus.bus.jetstream import NS, JetStream, unix_of
 from kvbus.errors import BusError
 
 HEARTBEAT_S = 0.5
@@ -56,6 +61,7 @@ class Watch:
         self._on_stop = on_stop
         self._waiting: asyncio.Queue[Msg | None] = asyncio.Queue()
         self._known: dict[str, str] = {}
+        self._expiry = Expiry()
         self._ready = asyncio.Event()
         self._over = False
         self._task: asyncio.Task[None] | None = None
@@ -68,6 +74,11 @@ class Watch:
                 await self._ready.wait()
         except TimeoutError:
             raise BusError(f"cannot watch {self._filter}: no answer within {START_TIMEOUT_S} s") from None
+
+    def revision(self, key: str) -> int | None:
+        """The revision at which a live key was last told, None for one that is not there."""
+        known = self._known.get(key)
+        return None if known is None else int(known.partition(".")[0])
 
     async def stop(self) -> None:
         """No more calls; nothing is left on the server."""
@@ -122,6 +133,9 @@ class Watch:
         delivered = 0
         while True:
             msg = await self._next()
+            if msg is None:
+                await self._tell_expired()
+                continue
             status = status_of(msg)
             if status == "100":
                 last = (msg.headers or {}).get("Nats-Last-Consumer", str(delivered))
@@ -138,14 +152,33 @@ class Watch:
                 pending = 0
                 await self._snapshot_done(unseen)
 
-    async def _next(self) -> Msg:
-        """The next message; heartbeats see to it that there is one."""
+    async def _next(self) -> Msg | None:
+        """The next message, which heartbeats see to that there is; None when a key should have ended before it."""
         self._expect(not self._over)
-        async with asyncio.timeout(SILENCE_MAX_S):
-            msg = await self._waiting.get()
+        due_s = self._expiry.next_s()
+        if due_s <= time.monotonic() and self._waiting.empty():
+            return None
+        silence_s = time.monotonic() + SILENCE_MAX_S
+        try:
+            async with asyncio.timeout(min(silence_s, due_s) - time.monotonic()):
+                msg = await self._waiting.get()
+        except TimeoutError:
+            self._expect(due_s < silence_s)
+            return None
         if msg is None:
             raise _SessionOverError
         return msg
+
+    async def _tell_expired(self) -> None:
+        """Keys that are past their end, as far as we know, and that the server has no longer, are gone. One that was
+        renewed, which we have yet to hear, is looked for again a little later."""
+        due = self._expiry.due(time.monotonic())
+        body = {"subjects_filter": self._filter}
+        answer = await self._jetstream.api(f"STREAM.INFO.{self._stream}", body)
+        there = answer["state"].get("subjects") or {}
+        for key in due:
+            if self._subject_prefix + key not in there:
+                await self._gone(key)
 
     def _expect(self, holds: bool) -> None:
         if not holds:
@@ -153,19 +186,23 @@ class Watch:
 
     async def _take(self, key: str, revision: str, msg: Msg) -> None:
         headers = msg.headers or {}
-        gone = "Nats-Marker-Reason" in headers or headers.get("KV-Operation") in ("DEL", "PURGE")
-        if gone:
-            if self._known.pop(key, None) is not None:
-                await self._tell(key, None)
-        elif self._known.get(key) != revision:
+        if headers.get("KV-Operation") in ("DEL", "PURGE"):
+            await self._gone(key)
+            return
+        self._expiry.keep(key, lifetime_s(headers), stored_unix_s=int(revision.partition(".")[2]) / NS)
+        if self._known.get(key) != revision:
             self._known[key] = revision
             await self._tell(key, msg.data)
 
     async def _snapshot_done(self, unseen: set[str]) -> None:
-        for key in unseen & self._known.keys():
-            del self._known[key]
-            await self._tell(key, None)
+        for key in unseen:
+            await self._gone(key)
         self._ready.set()
+
+    async def _gone(self, key: str) -> None:
+        self._expiry.forget(key)
+        if self._known.pop(key, None) is not None:
+            await self._tell(key, None)
 
     async def _tell(self, key: str, value: bytes | None) -> None:
         try:
@@ -193,6 +230,7 @@ class Watch:
         call = f"CONSUMER.CREATE.{self._stream}.{name}.{self._filter}"
         body: dict[str, Any] = {"stream_name": self._stream, "config": config, "action": "create"}
         answer = await self._jetstream.api(call, body)
+        self._expiry.set_clock(unix_of(answer["created"]))
         return int(answer.get("num_pending", 0)) + int(answer["delivered"]["consumer_seq"])
 
     async def _delete_consumer(self, name: str) -> None:

@@ -101,9 +101,10 @@ async def _forget(options: EngineOptions) -> None:
         bus = await _connect(options)
         try:
             bucket = await bus.bucket(subjects.ENGINES_BUCKET)
-            entry = await bucket.get(options.engine_id)
-            if entry is not None and _incarnation_of(entry.value) == options.incarnation:
-                await bucket.delete(options.engine_id, revision=entry.revision)
+            cards: dict[str, bytes | None] = {}
+            watch = await bucket.watch(cards.__setitem__, options.engine_id)  # engines may watch cards, not read keys
+            if _incarnation_of(cards.get(options.engine_id) or b"") == options.incarnation:
+                await bucket.delete(options.engine_id, revision=watch.revision(options.engine_id))
         finally:
             await bus.close()
 
