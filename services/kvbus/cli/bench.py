@@ -11,6 +11,7 @@ def register(app: typer.Typer) -> None:
     from kvbus.bench.multiturn import register_bench as register_multiturn
     from kvbus.bench.reuse import register_bench as register_reuse
     from kvbus.bench.router import register_bench as register_router
+    from kvbus.bench.traffic import register_bench as register_traffic
     from kvbus.bench.workload import register_bench as register_workload
 
     register_handoff(bench)
@@ -18,4 +19,5 @@ def register(app: typer.Typer) -> None:
     register_reuse(bench)
     register_multiturn(bench)
     register_workload(bench)
+    register_traffic(bench)
     app.add_typer(bench, name="bench")

@@ -9,6 +9,7 @@ The oldest offer goes first when memory is short. What is being written to someb
 are quiet. A core: facts and the time in, `Freed` out; the shell owns vLLM's block pool.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -60,8 +61,14 @@ class Retention:
         self.offers: dict[str, Held] = {}
         self.by_conversation: dict[str, str] = {}
         self.serving: dict[str, str] = {}
-        self.blocks = 0
+        self._references: Counter[int] = Counter()
+        """How many offers keep a block: conversations with a common beginning share its blocks."""
         self._seq = 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that are kept, each counted once."""
+        return len(self._references)
 
     def keep(self, conversation: str, tokens: Sequence[int], block_ids: list[int], now_s: float) -> Freed:
         """A turn has ended and the pool has a reference more on each of its blocks: offer them.
@@ -73,7 +80,7 @@ class Retention:
         if len(block_ids) > self.blocks_max:
             freed.block_ids += block_ids
             return freed
-        while self.blocks + len(block_ids) > self.blocks_max:
+        while self.blocks + sum(block_id not in self._references for block_id in block_ids) > self.blocks_max:
             more = self.evict_oldest()
             if not more.block_ids:
                 freed.block_ids += block_ids
@@ -83,7 +90,7 @@ class Retention:
         offer_id = f"{self.incarnation}-{self._seq}"
         self.offers[offer_id] = Held(offer_id, conversation, block_ids, len(tokens), now_s + self.ttl_s)
         self.by_conversation[conversation] = offer_id
-        self.blocks += len(block_ids)
+        self._references.update(block_ids)
         freed.posts.append(Post(REUSE, self._offer(self.offers[offer_id], tokens)))
         return freed
 
@@ -136,7 +143,7 @@ class Retention:
         del self.offers[offer_id]
         if self.by_conversation.get(held.conversation) == offer_id:
             del self.by_conversation[held.conversation]
-        self.blocks -= len(held.block_ids)
+        self._forget(held.block_ids)
         freed = Freed(block_ids=held.block_ids)
         if reason is not None:
             withdrawn = ReuseWithdrawn(
@@ -148,6 +155,12 @@ class Retention:
             )
             freed.posts.append(Post(REUSE, withdrawn))
         return freed
+
+    def _forget(self, block_ids: list[int]) -> None:
+        for block_id in block_ids:
+            self._references[block_id] -= 1
+            if not self._references[block_id]:
+                del self._references[block_id]
 
     def _offer(self, held: Held, tokens: Sequence[int]) -> ReuseOffered:
         return ReuseOffered(
