@@ -27,6 +27,8 @@ from kvbus_schemas import (
 
 TRANSFER_ID_CHARS = 32
 OUTCOMES = ("completed", "failed", "cancelled", "expired", "retried", "open")
+CRITICAL_SHARE = 0.25
+"""A stage that takes this share of the time to first byte, or more, is critical."""
 _WORST_FIRST = ("failed", "expired", "cancelled", "completed")
 
 
@@ -46,6 +48,15 @@ class Stage(NamedTuple):
     name: str
     at_ms: float
     took_ms: float
+
+
+class Share(NamedTuple):
+    """What part of the time up to the first byte, or up to the last stage where there is none yet, a stage took: 0 to
+    1, and 0 after it."""
+
+    stage: Stage
+    share: float
+    critical: bool
 
 
 @dataclass(slots=True)
@@ -90,6 +101,18 @@ class Story:
             at_ms = (at_s - self.began_s) * 1000
             stages.append(Stage(name, at_ms, at_ms - stages[-1].at_ms if stages else 0.0))
         return stages
+
+    def shares(self) -> list[Share]:
+        """The stages, each with its share, and those marked that the time went into."""
+        stages = self.stages()
+        if not stages:
+            return []
+        whole_ms = next((stage.at_ms for stage in stages if stage.name == "first byte"), stages[-1].at_ms)
+        found = []
+        for stage in stages:
+            share = stage.took_ms / (whole_ms or 1.0) if stage.at_ms <= whole_ms else 0.0
+            found.append(Share(stage, share, share >= CRITICAL_SHARE))
+        return found
 
 
 def line_of(seq: int, at_s: float, subject: str, message: AnyMessage) -> Line:

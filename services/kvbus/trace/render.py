@@ -17,8 +17,6 @@ SHOW_HEAD = ("MS", "FROM", "TO", "WHAT")
 STAGE_HEAD = ("MS", "TOOK", "SHARE", "STAGE")
 WHY_HEAD = ("ROLE", "ENGINE", "SCORE", "LOAD AGE", "", "TERMS")
 SHORT_CHARS = 12
-CRITICAL_SHARE = 0.25
-"""A stage that takes this share of the time to first byte, or more, is marked."""
 _COLOURS = {
     "completed": "green",
     "failed": "red",
@@ -77,15 +75,15 @@ def _candidate_row(candidate: Candidate, decided: RouteDecided) -> tuple[str, ..
 
 def stage_rows(story: Story) -> list[tuple[str, str, str, str]]:
     """Each stage with its share of the time up to the first byte, or to the last stage; the longest are marked."""
-    stages = story.stages()
-    ends = [stage.at_ms for stage in stages if stage.name == "first byte"] or [stages[-1].at_ms]
-    whole_ms = ends[0] or 1.0
-    rows = []
-    for stage in stages:
-        share = stage.took_ms / whole_ms if stage.at_ms <= whole_ms else 0.0
-        mark = "  <- critical" if share >= CRITICAL_SHARE else ""
-        rows.append((f"{stage.at_ms:.2f}", f"{stage.took_ms:.2f}", f"{share:.0%}", stage.name + mark))
-    return rows
+    return [
+        (
+            f"{stage.at_ms:.2f}",
+            f"{stage.took_ms:.2f}",
+            f"{share:.0%}",
+            stage.name + ("  <- critical" if critical else ""),
+        )
+        for stage, share, critical in story.shares()
+    ]
 
 
 def live_line(line: Line) -> str:
