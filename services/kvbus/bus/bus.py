@@ -18,7 +18,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 
 from kvbus.bus.bucket import Bucket, Storage, bucket_config
 from kvbus.bus.gaps import GapDetector
-from kvbus.bus.inbound import REASON_CHARS_MAX, Handler, Inbound
+from kvbus.bus.inbound import COPY_HEADER, REASON_CHARS_MAX, Handler, Inbound
 from kvbus.bus.jetstream import JetStream
 from kvbus.bus.link import Link
 from kvbus.bus.settings import BusCounters, BusSettings
@@ -92,6 +92,10 @@ class Bus:
         """True while NATS is reachable."""
         return self._link.connected
 
+    def server_unix_s(self) -> float:
+        """Seconds since 1970 on the clock of the server, which stamps what the stream holds."""
+        return self._jetstream.server_unix_s()
+
     @property
     def last_error(self) -> str:
         """What NATS or the connection last complained of; empty when nothing."""
@@ -141,6 +145,17 @@ class Bus:
             await self._inbound.handle(handler, message)
 
         return await self._subscribe(subject, deliver, queue)
+
+    async def observe(self, subject: str, handler: Callable[[str, bytes], None]) -> Subscription:
+        """Call `handler(subject, data)` for what is said, as it is. For observers: bytes that are no message are their
+        receiver's affair, and `handler` must not raise."""
+
+        async def deliver(msg: Msg) -> None:
+            self.counters.received += 1
+            if COPY_HEADER not in (msg.headers or {}):
+                handler(msg.subject, msg.data)
+
+        return await self._subscribe(subject, deliver, "")
 
     async def request(self, message: Message, to: str, *, timeout_s: float) -> AnyMessage:
         """Send `message` and wait for the answer. Raises RequestTimeoutError, and BusError when it is denied or the
