@@ -1,9 +1,10 @@
 """Coverage-guided fuzzing of one decoder: `python tests/fuzz/run.py TARGET [libFuzzer's arguments]`.
 
-Needs atheris (`pip install atheris`), which is no dependency: its wheels are for few versions of Python. What is found
-goes to a file `crash-...`; put it into tests/fuzz/corpus/TARGET/, which `tests/test_fuzz.py` replays for ever.
+atheris comes with kvbus[dev] on Linux x86-64. What is found goes to a file `crash-...`; put it into
+tests/fuzz/corpus/TARGET/, which `tests/test_fuzz.py` replays for ever. libFuzzer writes what widens its coverage into
+the first directory that it is given, so give it one of your own before ours.
 
-    python tests/fuzz/run.py message -max_total_time=60 tests/fuzz/corpus/message
+    mkdir /tmp/found; python tests/fuzz/run.py message -max_total_time=60 /tmp/found tests/fuzz/corpus/message
 """
 
 import sys

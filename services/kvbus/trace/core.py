@@ -215,6 +215,7 @@ def _points(story: Story) -> list[tuple[str, float]]:
         served = line.message
         if isinstance(served, RequestServed) and served.ttft_ms > 0:
             points.append(("first byte", line.at_s - (served.duration_ms - served.ttft_ms) / 1000))
+            break
     return points
 
 
