@@ -1,6 +1,6 @@
 """The wire of kvbus: every message, where it is published, and its bytes. Needs msgspec and nothing else."""
 
-from kvbus_schemas.cache import BlocksRemoved, BlocksStored, CacheCleared
+from kvbus_schemas.cache import BlocksRemoved, BlocksStored, CacheAsked, CacheCleared, PromptHashed, PromptMapped
 from kvbus_schemas.codec import (
     KINDS,
     MESSAGE_BYTES_MAX,
@@ -38,6 +38,7 @@ __all__ = [
     "BlocksRemoved",
     "BlocksStored",
     "BlocksUnavailable",
+    "CacheAsked",
     "CacheCleared",
     "CancelOrdered",
     "Candidate",
@@ -51,6 +52,8 @@ __all__ = [
     "Mode",
     "Outcome",
     "Post",
+    "PromptHashed",
+    "PromptMapped",
     "PushDone",
     "PushFailed",
     "PushOrdered",

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from kvbus_schemas.cache import BlocksRemoved, BlocksStored, CacheCleared
+from kvbus_schemas.cache import BlocksRemoved, BlocksStored, CacheAsked, CacheCleared, PromptHashed, PromptMapped
 from kvbus_schemas.envelope import Message
 from kvbus_schemas.presence import DrainOrdered, EngineCard, LoadReported
 from kvbus_schemas.reuse import ReuseAnswered, ReuseAsked, ReuseOffered, ReuseReleased, ReuseWithdrawn
@@ -46,6 +46,9 @@ KINDS: tuple[type[Message], ...] = (
     BlocksStored,
     BlocksRemoved,
     CacheCleared,
+    CacheAsked,
+    PromptHashed,
+    PromptMapped,
 )
 """Every message of the bus."""
 
@@ -74,6 +77,9 @@ AnyMessage = (
     | BlocksStored
     | BlocksRemoved
     | CacheCleared
+    | CacheAsked
+    | PromptHashed
+    | PromptMapped
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -50,6 +50,9 @@ ROUTES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "BlocksStored": (("engine",), ("router",)),
     "BlocksRemoved": (("engine",), ("router",)),
     "CacheCleared": (("engine",), ("router",)),
+    "CacheAsked": (("router",), ("engine",)),
+    "PromptHashed": (("prefill",), ("router",)),
+    "PromptMapped": (("router",), ("router",)),
     "DeadLetter": (("any",), ("observer",)),
 }
 """Who says each message, and who listens. Producer and consumer are an engine's part in one transfer."""

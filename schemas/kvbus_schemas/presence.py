@@ -32,7 +32,7 @@ class EngineCard(Message, frozen=True, kw_only=True):
     kvbus_version: str = ""
     max_model_len: int = 0
     capabilities: list[str] = []
-    """What the engine can do: `push`, `progressive`, `reuse`."""
+    """What the engine can do: `push`, `progressive`, `reuse`; `cache`: it says what its prefix cache holds."""
     draining: bool = False
     """True while the engine finishes what it has and wants no new requests."""
     agent_metadata: dict[str, bytes] = {}

@@ -25,11 +25,14 @@ from kvbus_schemas import (
     BlocksRemoved,
     BlocksStored,
     BlocksUnavailable,
+    CacheAsked,
     CacheCleared,
     CancelOrdered,
     DrainOrdered,
     LoadReported,
     Message,
+    PromptHashed,
+    PromptMapped,
     PushDone,
     PushFailed,
     PushOrdered,
@@ -56,14 +59,16 @@ HEARD_KEY = "reuse_heard"
 
 _BOTH_ENGINES: tuple[type[Message], ...] = (
     LoadReported, DrainOrdered, BlocksRegistered, BlocksReady, BlocksUnavailable, TransferClosed, CancelOrdered,
-    BlocksStored, BlocksRemoved, CacheCleared,
+    BlocksStored, BlocksRemoved, CacheCleared, PromptHashed,
 )  # fmt: skip
 SAYS: dict[Role, tuple[type[Message], ...]] = {
     "prefill": (*_BOTH_ENGINES, ReuseReleased),
     "decode": (*_BOTH_ENGINES, ReuseOffered, ReuseWithdrawn),
     "matcher": (PushOrdered, BlocksUnavailable, CancelOrdered),
     "reuse": (ReuseAnswered, ReuseReleased),
-    "router": (RouteDecided, RequestServed, RouteAsked, CancelOrdered, ReuseAsked, ReuseReleased),
+    "router": (
+        RouteDecided, RequestServed, RouteAsked, CancelOrdered, ReuseAsked, ReuseReleased, CacheAsked, PromptMapped,
+    ),
     "policy": (RouteAnswered,),
     "observer": (),
     "operator": (DrainOrdered,),

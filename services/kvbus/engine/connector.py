@@ -20,6 +20,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 
 from kvbus.engine import vllm_parts
+from kvbus.engine.cache_tap import CacheTap
+from kvbus.engine.counting import Counting, look_at_link, look_at_scheduler
 from kvbus.engine.data_plane import StockDataPlane
 from kvbus.engine.facts import StepOrders
 from kvbus.engine.handle import EngineHandle, unpin_threads
@@ -74,6 +76,9 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
         self._agents: dict[str, bytes] = {}
         self._unpinned = False
         if role == KVConnectorRole.SCHEDULER:
+        self._cache_tap = CacheTap()
+        self._counting = Counting(self._identity.role)
+        self._reporter = Reporter(self._counting.tally)
             self._link = _link(self._identity, self._settings, name=self._identity.engine_id)
             if self._settings.matcher == "engine" and self._identity.role == "prefill":
                 self._link.own_matcher = OwnMatcher(self._identity.engine_id)
@@ -143,10 +148,20 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         assert self._scheduler_side is not None
-        self._scheduler_side.reuse.pool = kv_cache_manager.block_pool
+        side = self._scheduler_side
+        side.reuse.pool = kv_cache_manager.block_pool
+        if kv_cache_manager.enable_caching and side.cache.begin():
+            self._cache_tap = CacheTap(kv_cache_manager, side.cache.take)
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler_side is not None and self._scheduler_side.has_news()
+        side = self._scheduler_side
+        return side is not None and (side.has_news() or self._cache_tap.waiting or self._reporter.overdue())
+
+    def _keep_time(self) -> None:
+        assert self._scheduler_side is not None
+        self._scheduler_side.keep_time()
+        if self._reporter.overdue() or self._cache_tap.waiting:  # a cache that was cleared while nothing runs
+            self._scheduler_side.handle.wake_idle()
 
     def _card(self) -> EngineCard | None:
         if not self._agents:
@@ -161,6 +176,7 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
     def _load(self) -> LoadReported | None:
         assert self._scheduler_side is not None
         side = self._scheduler_side
+            cache_events=self._scheduler_side is not None and self._scheduler_side.cache.on,
         return vllm_parts.load_of(side.handle.scheduler, self._identity, side.reuse.retention.blocks)
 
     # A rank's process.

@@ -33,10 +33,17 @@ class Identity:
         return f"{self.engine_id}.{self.incarnation}"
 
     def card(
-        self, *, http_url: str, progressive: bool, own_matcher: bool, agent_metadata: dict[str, bytes]
+        self,
+        *,
+        http_url: str,
+        progressive: bool,
+        own_matcher: bool,
+        agent_metadata: dict[str, bytes],
+        cache_events: bool = False,
     ) -> EngineCard:
         """What the engine says of itself; lease and draining are added where the card is put."""
         have = {"push": True, "progressive": progressive, "reuse": True, MATCHES_ITSELF: own_matcher}
+        have["cache"] = cache_events
         return EngineCard(
             source=self.engine_id,
             incarnation=self.incarnation,

@@ -147,6 +147,13 @@ class Link:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
+    def later(self, delay_s: float, work: Callable[[], None]) -> bool:
+        """Have the link's thread do this. From any thread. False: the link does not run."""
+        if self._loop is None or self._loop.is_closed():
+            return False
+        self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, work)
+        return True
+
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(self._main())

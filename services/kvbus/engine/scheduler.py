@@ -10,6 +10,7 @@ from typing import Any
 
 import structlog
 
+from kvbus.engine.cache_side import CacheSide
 from kvbus.engine.consumer import ConsumerCore, Steps
 from kvbus.engine.facts import MATCHER, Expect, StepOrders, Terms
 from kvbus.engine.following import Follower
@@ -51,6 +52,7 @@ class SchedulerSide:
         self.consumer = ConsumerCore(identity.engine_id, self.peers)
         self.producer = ProducerCore(identity.engine_id, identity.block_size)
         self.reuse = ReuseSide(identity, settings, link)
+        self.cache = CacheSide(identity, settings, link)
         self.tickets = Tickets(identity)
         self.follower = Follower(self.producer)
         self.orders = StepOrders()
@@ -62,6 +64,8 @@ class SchedulerSide:
 
     def hear(self, message: Message) -> None:
         """A message for this engine has come in."""
+        if self.cache.hear(message):
+            return
         self.heard.append(message)
         self.handle.notify()
         if self.reuse.retention.offers and isinstance(message, PushOrdered | ReuseReleased):
@@ -90,6 +94,9 @@ class SchedulerSide:
         known = self.tickets.read(request)
         if known is not None and known.ticket.role == "produce":
             self.reuse.claim(request, known.ticket)
+            if self.cache.on and known.ticket.parts == 1:
+                count = len(request.prompt_token_ids)
+                self.cache.prompt(known.key, request.block_hashes[: count // self.identity.block_size], count)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens, beyond `computed`, a transfer will bring; None: ask again in the next step."""

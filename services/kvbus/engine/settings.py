@@ -32,6 +32,11 @@ class EngineSettings(BusSettings, frozen=True, forbid_unknown_fields=True):
     """Longest time that a prefill waits for a conversation's KV before it computes all of it."""
     reuse_blocks_max: float = 0.5
     """Share of the engine's blocks that conversations may hold."""
+    cache_events: bool = True
+    """Tell routers what the prefix cache holds, if the engine has one."""
+    cache_secret: str = ""
+    """Key of the names of cached blocks, the same for all engines; empty: anybody on the bus who guesses a prompt can
+    tell that it was asked."""
 
 
 # Options of the stock connector that may stand beside ours.

@@ -45,6 +45,7 @@ class Api:
                 web.get("/metrics", self._metrics),
                 web.get("/v1/models", self._models),
                 web.post("/tokenize", self._tokenize),
+                web.post("/reset_prefix_cache", self._reset),
                 web.post("/v1/completions", self._completions),
                 web.post("/v1/chat/completions", self._chat),
             ]
@@ -61,6 +62,10 @@ class Api:
 
     async def _models(self, _request: web.Request) -> web.Response:
         return _json(models_body(self.model, self.engine.settings.max_model_len, self._started))
+
+    async def _reset(self, _request: web.Request) -> web.Response:
+        self.engine.loop.inbox.put(self.engine.scheduler.reset_prefix_cache)
+        return web.Response()
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         try:

@@ -75,6 +75,8 @@ class LightEngine:
         self._link.start(
             LinkHandlers(
                 hear=side.hear,
+        if side.cache.begin():
+            self.scheduler.pool.events = []
                 seen=side.seen,
                 gone=side.engine_gone,
                 card=self.card,
@@ -106,6 +108,7 @@ class LightEngine:
 
     def load(self) -> LoadReported:
         """The scheduler's load, read from another thread: a few integers, each right for itself."""
+            cache_events=self._side.cache.on,
         scheduler = self.scheduler
         return LoadReported(
             engine_id=self.identity.engine_id,

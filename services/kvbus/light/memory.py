@@ -7,6 +7,7 @@ plane for blocks that are lent to a transfer; `BlockPool` belongs to the engine'
 from collections.abc import Iterable
 from hashlib import blake2b
 
+from kvbus.engine.cache_events import CacheEvent
 from kvbus.light.language import TOKEN_BYTES, packed
 
 NOTHING = b"\xff" * TOKEN_BYTES
@@ -65,6 +66,8 @@ class BlockPool:
         self._holders = [0] * blocks
         self._name_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self.events: list[CacheEvent] | None = None
+        """What has happened to the cache, if somebody wants to know; emptied by whoever reads it."""
 
     def get_num_free_blocks(self) -> int:
         return len(self._free)
@@ -80,6 +83,8 @@ class BlockPool:
             name = self._name_of.pop(block, None)
             if name is not None:
                 del self._block_of[name]
+                if self.events is not None:
+                    self.events.append(CacheEvent("removed", (name,)))
         return taken
 
     def touch(self, blocks: Iterable[int]) -> None:
@@ -96,10 +101,29 @@ class BlockPool:
             if not self._holders[block]:
                 self._free[block] = None
 
-    def name(self, block: int, name: bytes) -> None:
-        """The block is full and final: whoever has the same tokens may share it."""
+    def name(self, block: int, name: bytes, before: bytes | None = None) -> None:
+        """The block is full and final: whoever has the same tokens may share it. `before` names the one before it."""
         if name not in self._block_of and block not in self._name_of:
             self._block_of[name], self._name_of[block] = block, name
+            if self.events is not None:
+                self.events.append(CacheEvent("stored", (name,), before))
+
+    def forget_names(self) -> bool:
+        """Nobody finds anything any more; False, and nothing is done, while somebody holds a block."""
+        if any(self._holders):
+            return False
+        self._name_of.clear()
+        self._block_of.clear()
+        if self.events is not None:
+            self.events.append(CacheEvent("cleared"))
+        return True
+
+    def take_events(self) -> list[CacheEvent]:
+        """What has happened since the last call."""
+        if not self.events:
+            return []
+        events, self.events = self.events, []
+        return events
 
     def find(self, names: list[bytes]) -> list[int]:
         """The blocks of the longest known beginning."""

@@ -56,6 +56,8 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     named: int = 0
     """Full blocks that are known to the pool under their names."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Names of the prompt's full blocks."""
     _names: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:

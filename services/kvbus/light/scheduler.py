@@ -92,6 +92,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> None:
         """Nobody wants the answer any more."""
+        request.block_hashes = request.names(request.num_prompt_tokens // self.block_size, self.block_size)
         request = self.requests.get(request_id)
         if request is not None and not request.status.finished:
             self._finish(request, Status.FINISHED_ABORTED)
@@ -124,6 +125,12 @@ class Scheduler:
     def tokens_in_flight(self) -> int:
         """Prompt and output tokens of all unfinished requests."""
         return sum(r.num_tokens for r in list(self.requests.values()) if not r.status.finished)
+        self.side.cache.take(self.pool.take_events())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached, if no request holds any of it."""
+        if self.pool.forget_names():
+            self.side.cache.take(self.pool.take_events())
 
     # A step's choice.
 
@@ -241,7 +248,8 @@ class Scheduler:
         full = request.num_computed_tokens // self.block_size
         names = request.names(full, self.block_size)
         for position in range(request.named, full):
-            self.pool.name(request.block_ids[position], names[position])
+            before = names[position - 1] if position else None
+            self.pool.name(request.block_ids[position], names[position], before)
         request.named = max(request.named, full)
 
     def _append(self, request: Request, token: int) -> None:
@@ -266,7 +274,9 @@ class Scheduler:
         if not (held or was_parked):
             self._forget(request)
         reason = FINISH_REASONS.get(status, "abort")
-        request.deliver(Delta(token, reason, max(request.num_cached_tokens, 0), self.side.reply_of(request)))
+        params = self.side.reply_of(request)
+        self.replied(params)
+        request.deliver(Delta(token, reason, max(request.num_cached_tokens, 0), params))
 
     def _received(self, request: Request, *, failed: bool) -> None:
         if request.status.finished:
