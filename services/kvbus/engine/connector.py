@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBase
 
 from kvbus.engine import vllm_parts
 from kvbus.engine.cache_tap import CacheTap
-from kvbus.engine.counting import Counting, look_at_link, look_at_scheduler
 from kvbus.engine.data_plane import StockDataPlane
 from kvbus.engine.facts import StepOrders
 from kvbus.engine.handle import EngineHandle, unpin_threads
@@ -75,10 +74,8 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
         self._rank_side: RankSide | None = None
         self._agents: dict[str, bytes] = {}
         self._unpinned = False
-        if role == KVConnectorRole.SCHEDULER:
         self._cache_tap = CacheTap()
-        self._counting = Counting(self._identity.role)
-        self._reporter = Reporter(self._counting.tally)
+        if role == KVConnectorRole.SCHEDULER:
             self._link = _link(self._identity, self._settings, name=self._identity.engine_id)
             if self._settings.matcher == "engine" and self._identity.role == "prefill":
                 self._link.own_matcher = OwnMatcher(self._identity.engine_id)
@@ -110,7 +107,7 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
                 gone=side.engine_gone,
                 card=self._card,
                 load=self._load,
-                keep_time=side.keep_time,
+                keep_time=self._keep_time,
             )
         )
 
@@ -155,12 +152,12 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
 
     def has_pending_push_work(self) -> bool:
         side = self._scheduler_side
-        return side is not None and (side.has_news() or self._cache_tap.waiting or self._reporter.overdue())
+        return side is not None and (side.has_news() or self._cache_tap.waiting)
 
     def _keep_time(self) -> None:
         assert self._scheduler_side is not None
         self._scheduler_side.keep_time()
-        if self._reporter.overdue() or self._cache_tap.waiting:  # a cache that was cleared while nothing runs
+        if self._cache_tap.waiting:  # a cache that was cleared while nothing runs
             self._scheduler_side.handle.wake_idle()
 
     def _card(self) -> EngineCard | None:
@@ -171,12 +168,12 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
             progressive=self._settings.progressive,
             own_matcher=self._link.own_matcher is not None,
             agent_metadata=self._agents,
+            cache_events=self._scheduler_side is not None and self._scheduler_side.cache.on,
         )
 
     def _load(self) -> LoadReported | None:
         assert self._scheduler_side is not None
         side = self._scheduler_side
-            cache_events=self._scheduler_side is not None and self._scheduler_side.cache.on,
         return vllm_parts.load_of(side.handle.scheduler, self._identity, side.reuse.retention.blocks)
 
     # A rank's process.
