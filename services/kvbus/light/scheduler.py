@@ -88,11 +88,11 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.waiting.append(request)
         self.counters.prompt_tokens += request.num_prompt_tokens
+        request.block_hashes = request.names(request.num_prompt_tokens // self.block_size, self.block_size)
         self.side.on_new_request(request)
 
     def abort(self, request_id: str) -> None:
         """Nobody wants the answer any more."""
-        request.block_hashes = request.names(request.num_prompt_tokens // self.block_size, self.block_size)
         request = self.requests.get(request_id)
         if request is not None and not request.status.finished:
             self._finish(request, Status.FINISHED_ABORTED)
@@ -121,16 +121,16 @@ class Scheduler:
             self._received(self.requests[request_id], failed=request_id in failed)
         for request_id in sent:
             self._forget(self.requests[request_id])
-
-    def tokens_in_flight(self) -> int:
-        """Prompt and output tokens of all unfinished requests."""
-        return sum(r.num_tokens for r in list(self.requests.values()) if not r.status.finished)
         self.side.cache.take(self.pool.take_events())
 
     def reset_prefix_cache(self) -> None:
         """Forget what is cached, if no request holds any of it."""
         if self.pool.forget_names():
             self.side.cache.take(self.pool.take_events())
+
+    def tokens_in_flight(self) -> int:
+        """Prompt and output tokens of all unfinished requests."""
+        return sum(r.num_tokens for r in list(self.requests.values()) if not r.status.finished)
 
     # A step's choice.
 
@@ -274,9 +274,7 @@ class Scheduler:
         if not (held or was_parked):
             self._forget(request)
         reason = FINISH_REASONS.get(status, "abort")
-        params = self.side.reply_of(request)
-        self.replied(params)
-        request.deliver(Delta(token, reason, max(request.num_cached_tokens, 0), params))
+        request.deliver(Delta(token, reason, max(request.num_cached_tokens, 0), self.side.reply_of(request)))
 
     def _received(self, request: Request, *, failed: bool) -> None:
         if request.status.finished:
