@@ -139,6 +139,13 @@ class Link:
         if some and loop is not None and self._news is not None:
             loop.call_soon_threadsafe(self._news.set)
 
+    def later(self, delay_s: float, work: Callable[[], None]) -> bool:
+        """Have the link's thread do this. From any thread. False: the link does not run."""
+        if self._loop is None or self._loop.is_closed():
+            return False
+        self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, work)
+        return True
+
     def stop(self, timeout_s: float = 2.0) -> None:
         """Withdraw the card, publish what is left, and end the thread."""
         self.state.stopping.set()
@@ -146,13 +153,6 @@ class Link:
             self._loop.call_soon_threadsafe(self._news.set)
         if self._thread is not None:
             self._thread.join(timeout_s)
-
-    def later(self, delay_s: float, work: Callable[[], None]) -> bool:
-        """Have the link's thread do this. From any thread. False: the link does not run."""
-        if self._loop is None or self._loop.is_closed():
-            return False
-        self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, work)
-        return True
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
