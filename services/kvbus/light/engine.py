@@ -71,12 +71,12 @@ class LightEngine:
 
     def _join(self) -> None:
         side, rank = self._side, self._rank
+        if side.cache.begin():
+            self.scheduler.pool.events = []
         self._rank_link.start(LinkHandlers(hear=rank.hear, seen=self._meet, gone=rank.gone))
         self._link.start(
             LinkHandlers(
                 hear=side.hear,
-        if side.cache.begin():
-            self.scheduler.pool.events = []
                 seen=side.seen,
                 gone=side.engine_gone,
                 card=self.card,
@@ -104,11 +104,11 @@ class LightEngine:
             progressive=self.bus.progressive,
             own_matcher=self._link.own_matcher is not None,
             agent_metadata={f"0.{RANK}": self._address},
+            cache_events=self._side.cache.on,
         )
 
     def load(self) -> LoadReported:
         """The scheduler's load, read from another thread: a few integers, each right for itself."""
-            cache_events=self._side.cache.on,
         scheduler = self.scheduler
         return LoadReported(
             engine_id=self.identity.engine_id,
