@@ -61,6 +61,8 @@ class RouteDecided(Message, frozen=True, kw_only=True):
     """The engines that the policy saw, in its order; in mode deferred's second decision the decodes only."""
     engines_left_out: int = 0
     """How many more it saw: a decision names at most 16 of each role."""
+    after_ms: float = 0.0
+    """From the request's arrival at the router to this transfer's first choice, in milliseconds."""
     canary: bool = False
     """True: the request belonged to the share that is sent to a canary, whoever decided in the end."""
 

@@ -115,6 +115,8 @@ class PushDone(_TransferMessage, frozen=True, kw_only=True):
     submit_ms: float = 0.0
     """From the end of the last forward pass (or the order, if later) to the last WRITE submitted."""
     ordered_before_ready: bool = True
+    handoff_ms: float = 0.0
+    """From the end of the last forward pass to the last WRITE done: what a decode has waited for after prefill."""
 
 
 class PushFailed(_TransferMessage, frozen=True, kw_only=True):

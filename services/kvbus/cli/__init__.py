@@ -14,6 +14,7 @@ COMMANDS = (
     "router",
     "matcher",
     "reuse",
+    "observer",
     "trace",
     "replay",
     "schema",

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBase
 
 from kvbus.engine import vllm_parts
 from kvbus.engine.cache_tap import CacheTap
+from kvbus.engine.counting import Counting, look_at_link, look_at_scheduler
 from kvbus.engine.data_plane import StockDataPlane
 from kvbus.engine.facts import StepOrders
 from kvbus.engine.handle import EngineHandle, unpin_threads
@@ -32,6 +33,7 @@ from kvbus.engine.own_matcher import OwnMatcher
 from kvbus.engine.rank import RankSide
 from kvbus.engine.scheduler import SchedulerSide
 from kvbus.engine.settings import EngineSettings, engine_settings
+from kvbus.engine.stats import KvbusPromMetrics, KvbusStats, Reporter
 from kvbus.engine.writing import WritingCore
 from kvbus_schemas import EngineCard, LoadReported
 
@@ -75,6 +77,8 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
         self._agents: dict[str, bytes] = {}
         self._unpinned = False
         self._cache_tap = CacheTap()
+        self._counting = Counting(self._identity.role)
+        self._reporter = Reporter(self._counting.tally)
         if role == KVConnectorRole.SCHEDULER:
             self._link = _link(self._identity, self._settings, name=self._identity.engine_id)
             if self._settings.matcher == "engine" and self._identity.role == "prefill":
@@ -88,6 +92,8 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
             self._plane = StockDataPlane(vllm_config, self._identity.nixl_id, kv_cache_config)
             self.connector_worker = self._plane.worker
             self._link = _link(self._identity, self._settings, name=f"{self._identity.engine_id}-r{self._plane.rank}")
+
+        self._link.said = self._counting.said
 
     # The scheduler's process.
 
@@ -141,7 +147,9 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
     ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler_side is not None
         hold = self._scheduler_side.finished(request, block_ids)
-        return hold, self._scheduler_side.reply_of(request)
+        params = self._scheduler_side.reply_of(request)
+        self._counting.replied(params)
+        return hold, params
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         assert self._scheduler_side is not None
@@ -152,12 +160,12 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
 
     def has_pending_push_work(self) -> bool:
         side = self._scheduler_side
-        return side is not None and (side.has_news() or self._cache_tap.waiting)
+        return side is not None and (side.has_news() or self._cache_tap.waiting or self._reporter.overdue())
 
     def _keep_time(self) -> None:
         assert self._scheduler_side is not None
         self._scheduler_side.keep_time()
-        if self._cache_tap.waiting:  # a cache that was cleared while nothing runs
+        if self._reporter.overdue() or self._cache_tap.waiting:  # a cache that was cleared while nothing runs
             self._scheduler_side.handle.wake_idle()
 
     def _card(self) -> EngineCard | None:
@@ -226,8 +234,22 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set()
 
-    def get_kv_connector_stats(self) -> Any:
-        return None
+    # Metrics, in both.
+
+    def get_kv_connector_stats(self) -> KvbusStats | None:
+        if self._scheduler_side is not None:
+            look_at_scheduler(self._counting.tally, self._identity, self._link, self._scheduler_side)
+        else:
+            look_at_link(self._counting.tally, self._link)
+        return self._reporter.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvbusStats:
+        return KvbusStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *given: Any) -> KvbusPromMetrics:
+        return KvbusPromMetrics(*given)
 
     def shutdown(self) -> None:
         self._link.stop()

@@ -104,6 +104,8 @@ class Link:
         self._card_known = False
         self._cards = Cards()
         self.own_matcher: OwnMatcher | None = None
+        self.said: Callable[[Message], None] = _nothing
+        """Called with everything that is posted, in the poster's thread."""
         self._handlers: LinkHandlers | None = None
 
     @property
@@ -120,6 +122,11 @@ class Link:
         """Lease of our engine's card as this process saw it last; 0 before that."""
         return self.state.lease
 
+    @property
+    def waiting(self) -> int:
+        """Posts that wait for the bus."""
+        return self._posts.qsize()
+
     def start(self, handlers: LinkHandlers) -> None:
         """Start the thread; it connects by itself and tries for ever."""
         self._handlers = handlers
@@ -131,6 +138,7 @@ class Link:
         some = False
         for post in posts:
             some = True
+            self.said(post.message)
             if self._posts.qsize() >= POSTS_MAX:
                 self.state.dropped += 1
                 continue
@@ -315,6 +323,10 @@ class Link:
                 await self.bus.publish(load, EVERYONE)
                 last, last_s = load, now_s
             await asyncio.sleep(LOAD_EVERY_S)
+
+
+def _nothing(_message: Message) -> None:
+    """Nobody counts."""
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

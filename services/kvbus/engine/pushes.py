@@ -91,6 +91,7 @@ class Speaker:
             tail_bytes=push.tail_bytes,
             submit_ms=round(max(push.last_submit_s - ready_s, 0.0) * 1e3, 3),
             ordered_before_ready=push.ordered_s <= push.final_s,
+            handoff_ms=round((now_s - push.final_s) * 1e3, 3),
         )
         return Post(push.order.consumer_id, done)
 

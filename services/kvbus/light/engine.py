@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvbus import __version__
+from kvbus.engine.counting import Counting, look_at_link, look_at_scheduler
 from kvbus.engine.identity import Identity
 from kvbus.engine.landing import LandingCore
 from kvbus.engine.link import Link, LinkHandlers
@@ -41,6 +42,8 @@ class LightEngine:
         block_s = block_bytes / (settings.link_mb_per_s * 1e6) if settings.link_mb_per_s else 0.0
         self._plane = TcpDataPlane(me.nixl_id, self.memory, self._shore, me.compat_hash, block_s=block_s)
         self._link, self._rank_link = self._make_link(me.engine_id), self._make_link(f"{me.engine_id}-r{RANK}")
+        self.counting, self.rank_counting = Counting(role), Counting(role)
+        self._link.said, self._rank_link.said = self.counting.said, self.rank_counting.said
         if bus.matcher == "engine" and role == "prefill":
             self._link.own_matcher = OwnMatcher(me.engine_id)
         inbox = Inbox()
@@ -53,6 +56,7 @@ class LightEngine:
             max_seqs=settings.max_num_seqs,
             max_batched_tokens=settings.max_num_batched_tokens,
         )
+        self.scheduler.replied = self.counting.replied
         self.loop = EngineLoop(
             self.scheduler,
             self._rank,
@@ -119,6 +123,11 @@ class LightEngine:
             tokens_in_flight=scheduler.tokens_in_flight(),
             held_blocks=self._side.reuse.retention.blocks,
         )
+
+    def look(self) -> None:
+        """Bring what is counted up to this moment. From any thread."""
+        look_at_scheduler(self.counting.tally, self.identity, self._link, self._side)
+        look_at_link(self.rank_counting.tally, self._rank_link)
 
     def _meet(self, card: EngineCard) -> None:
         """Hand-offs go between prefill and decode; equals have nothing to say to each other."""

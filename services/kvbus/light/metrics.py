@@ -1,4 +1,4 @@
-"""The light engine's numbers for Prometheus, under vLLM's names."""
+"""The light engine's numbers for Prometheus: vLLM's under vLLM's names, and kvbus's own."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,6 +7,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from kvbus.light.engine import LightEngine
+from kvbus.metrics import catalogue
+from kvbus.metrics.page import registry_of as page_of
+from kvbus.metrics.tally import Distribution, Reading
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 LABELS = ["model_name", "engine"]
@@ -43,9 +46,27 @@ class _Collector:
 
 def registry_of(engine: LightEngine) -> CollectorRegistry:
     """A registry of the engine's own."""
-    registry = CollectorRegistry()
+
+    def own() -> Iterator[Reading | Distribution]:
+        engine.look()
+        yield from _summed(engine)
+
+    labels = dict(zip(LABELS, (engine.identity.model, "0"), strict=True))
+    registry: CollectorRegistry = page_of(own, (*catalogue.BUS, *catalogue.ENGINE), labels)
     registry.register(_Collector(engine))
     return registry
+
+
+def _summed(engine: LightEngine) -> Iterator[Reading | Distribution]:
+    """Scheduler and rank together: what both count is added, the rest is one's alone."""
+    tallies = (engine.counting.tally, engine.rank_counting.tally)
+    sums: dict[tuple[str, tuple[str, ...]], Reading] = {}
+    for tally in tallies:
+        for one in tally.readings():
+            before = sums.get((one.metric.name, one.labels))
+            sums[one.metric.name, one.labels] = one._replace(value=one.value + before.value) if before else one
+        yield from tally.histograms()
+    yield from sums.values()
 
 
 def metrics_text(registry: CollectorRegistry) -> bytes:

@@ -10,8 +10,10 @@ blocks of a request that was aborted while parked come back when the ranks repor
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 from kvbus.engine.facts import blocks_for
 from kvbus.engine.scheduler import SchedulerSide
@@ -77,6 +79,8 @@ class Scheduler:
         self.max_num_running_reqs, self.max_batched_tokens = max_seqs, max_batched_tokens
         self.requests: dict[str, Request] = {}
         """Every request that holds blocks or wants to, also after its end."""
+        self.replied: Callable[[dict[str, Any] | None], None] = lambda _params: None
+        """Called with what each reply tells the router."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.parked: dict[str, Request] = {}
@@ -274,7 +278,9 @@ class Scheduler:
         if not (held or was_parked):
             self._forget(request)
         reason = FINISH_REASONS.get(status, "abort")
-        request.deliver(Delta(token, reason, max(request.num_cached_tokens, 0), self.side.reply_of(request)))
+        params = self.side.reply_of(request)
+        self.replied(params)
+        request.deliver(Delta(token, reason, max(request.num_cached_tokens, 0), params))
 
     def _received(self, request: Request, *, failed: bool) -> None:
         if request.status.finished:

@@ -9,10 +9,12 @@ import structlog
 from kvbus.bus import Bus
 from kvbus.errors import BusError
 from kvbus.matcher.lease import Lease
-from kvbus.matcher.metrics import serve_metrics
+from kvbus.matcher.metrics import readings
 from kvbus.matcher.partition import Partition
 from kvbus.matcher.service import MATCHER, TICK_S, MatcherService
 from kvbus.matcher.settings import MatcherSettings
+from kvbus.metrics import catalogue
+from kvbus.metrics.page import serve_page
 from kvbus.process import new_incarnation, process_name
 from kvbus_schemas import subjects
 
@@ -29,8 +31,11 @@ async def serve(settings: MatcherSettings, stopping: asyncio.Event) -> None:
         service = MatcherService(bus, settings, lease)
         await service.start()
         if settings.metrics_port:
-            stop = serve_metrics(
-                service.core, service.is_active, host=settings.metrics_host, port=settings.metrics_port
+            stop = serve_page(
+                lambda: readings(service, bus),
+                (*catalogue.BUS, *catalogue.MATCHER),
+                host=settings.metrics_host,
+                port=settings.metrics_port,
             )
             stack.push_async_callback(asyncio.to_thread, stop)
         log.info("matcher_ready", name=bus.name, nats=settings.nats, partition=settings.partition)

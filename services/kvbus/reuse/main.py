@@ -8,8 +8,10 @@ import structlog
 from kvbus.bus import Bus
 from kvbus.conversations_client import REUSE
 from kvbus.errors import BusError
+from kvbus.metrics import catalogue
+from kvbus.metrics.page import serve_page
 from kvbus.process import new_incarnation, process_name
-from kvbus.reuse.metrics import serve_metrics
+from kvbus.reuse.metrics import readings
 from kvbus.reuse.service import TICK_S, ReuseService
 from kvbus.reuse.settings import ReuseSettings
 
@@ -24,7 +26,12 @@ async def serve(settings: ReuseSettings, stopping: asyncio.Event) -> None:
         service = ReuseService(bus, settings)
         await service.start()
         if settings.metrics_port:
-            stop = serve_metrics(service, host=settings.metrics_host, port=settings.metrics_port)
+            stop = serve_page(
+                lambda: readings(service, bus),
+                (*catalogue.BUS, *catalogue.REUSE),
+                host=settings.metrics_host,
+                port=settings.metrics_port,
+            )
             stack.push_async_callback(asyncio.to_thread, stop)
         log.info("reuse_ready", name=bus.name, nats=settings.nats, storage=settings.storage)
         await _run(service, stopping)
