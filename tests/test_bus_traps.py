@@ -2,10 +2,12 @@
 
 import asyncio
 import secrets
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
@@ -286,3 +288,57 @@ async def test_a_burst_of_messages_is_all_in_the_trace(bus: Bus) -> None:
 
     await bus.catch_up(subjects.everything_about(key), counted)
     assert count == 20_000
+
+
+async def test_a_server_that_was_stopped_for_longer_than_a_barrier_waits_is_heard_again_at_once(
+    server: EmbeddedNats, connect: Callable[..., Awaitable[Bus]]
+) -> None:
+    """Found by `kvbus chaos`: the PONG of a flush() that had timed out ended nats-py's reader."""
+    bus = await connect("patient")
+    heard: list[AnyMessage] = []
+    await bus.subscribe(subjects.everything(), heard.append)
+    server.send(signal.SIGSTOP)
+    with pytest.raises(BusError):
+        await bus._link.barrier(timeout_s=1.0)
+    server.send(signal.SIGCONT)
+    await bus.publish(fact(fresh()), "c1")
+    assert await until(lambda: heard) < 4.0  # ten seconds and more by pings
+    assert bus.counters.reconnects == 0
+
+
+@pytest.mark.parametrize("half", ["_reading_task", "_flusher_task"])
+async def test_a_connection_that_is_up_in_name_only_is_made_anew(
+    server: EmbeddedNats, connect: Callable[..., Awaitable[Bus]], half: str
+) -> None:
+    """Found by `kvbus chaos`: nats-py's reader or writer had ended, and every request to a router was answered 500."""
+    bus = await connect("half-dead")
+    heard: list[AnyMessage] = []
+    await bus.subscribe(subjects.everything(), heard.append)
+    getattr(bus._link._client, half).cancel()
+    await until(lambda: bus.counters.reconnects)
+    await bus.publish(fact(fresh()), "c1")
+    await until(lambda: heard)
+
+
+async def test_a_publish_on_a_transport_that_closed_unnoticed_is_sent_after_the_reconnect(
+    server: EmbeddedNats, connect: Callable[..., Awaitable[Bus]]
+) -> None:
+    """Found by `kvbus chaos`: uvloop's RuntimeError went through the router to its client."""
+    import uvloop
+
+    ended: list[int] = []
+
+    async def scenario() -> None:
+        bus = await Bus.connect(BusSettings(nats=server.url), name="on-uvloop", incarnation="1")
+        heard: list[AnyMessage] = []
+        await bus.subscribe(subjects.everything(), heard.append)
+        client: Any = bus._link._client
+        client._flusher_task.cancel()
+        client._transport._io_writer.transport.abort()
+        await bus.publish(fact(fresh()), "c1")
+        await until(lambda: heard)
+        ended.append(bus.counters.reconnects)
+        await bus.close()
+
+    await asyncio.to_thread(uvloop.run, scenario())
+    assert ended == [1]

@@ -99,6 +99,16 @@ class EmbeddedNats:
         """SIGKILL, as in a crash; the store and the port stay for `start`."""
         self._end(signal.SIGKILL)
 
+    def reload(self) -> None:
+        """Have the running server read `config_file` anew, as after a change of permissions."""
+        self._configuration()
+        self.send(signal.SIGHUP)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the server, if it runs."""
+        if self.running:
+            os.kill(self.pid, number)
+
     def restart(self, *, down_s: float = 0.0) -> None:
         """SIGKILL, stay down for `down_s` seconds, start again on the same port and store."""
         self.kill()

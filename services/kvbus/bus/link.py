@@ -29,6 +29,7 @@ FLUSH_TIMEOUT_S = 2.0
 OUTSTANDING_PINGS_MAX = 2
 CONNECTED_POLL_S = 0.02
 HEAL_RETRY_S = 0.5
+ALIVE_CHECK_S = 0.25
 REFUSED = "authorization violation"
 
 log = structlog.get_logger(__name__)
@@ -52,6 +53,7 @@ class Link:
         self._refused = False
         self._reconnected = asyncio.Event()
         self._healer: asyncio.Task[None] | None = None
+        self._keeper: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(cls, settings: BusSettings, name: str) -> "Link":
@@ -68,6 +70,7 @@ class Link:
         link.calls = Calls(f"{link.new_inbox()}.", link._send)
         await link._client.subscribe(f"{link.calls.inbox}*", cb=link.calls.arrived)
         link._healer = asyncio.create_task(link._heal_after_reconnects(), name="bus-heal")
+        link._keeper = asyncio.create_task(link._keep_alive(), name="bus-alive")
         return link
 
     calls: Calls
@@ -121,18 +124,22 @@ class Link:
 
     async def barrier(self, timeout_s: float = BARRIER_TIMEOUT_S) -> None:
         """The server has taken all that was sent before. nats-py's own flush() is none: its PING overtakes what is
-        pending, so that is pushed out first; and a reconnect swallows the PONG, so it is asked for again."""
+        pending, so that is pushed out first; a reconnect swallows the PONG, so it is asked for again; and a PONG that
+        comes after the time-out of flush() ends nats-py's reader, so nothing here cancels what waits for it."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             await self.wait_connected(deadline_s - time.monotonic())
+            pong = asyncio.get_running_loop().create_future()
             try:
                 await self._client._flush_pending(force_flush=True)  # noqa: SLF001  (there is no public way)
-                await self._client.flush(timeout=BARRIER_TRY_S)
-            except nats.errors.Error as error:
-                if time.monotonic() > deadline_s:
-                    raise BusError(f"NATS at {self.settings.nats} did not answer within {timeout_s} s") from error
-            else:
+                await self._client._send_ping(pong)  # noqa: SLF001
+            except (nats.errors.Error, RuntimeError):
+                await self._revive()
+            await asyncio.wait({pong}, timeout=BARRIER_TRY_S)
+            if pong.done():
                 return
+            if time.monotonic() > deadline_s:
+                raise BusError(f"NATS at {self.settings.nats} did not answer within {timeout_s} s")
 
     async def wait_connected(self, timeout_s: float) -> None:
         """Return once the connection is up; BusError after `timeout_s`."""
@@ -145,8 +152,9 @@ class Link:
     async def close(self) -> None:
         """Let handlers finish what they have, then leave; bounded by DRAIN_TIMEOUT_S + CLOSE_TIMEOUT_S."""
         self._closing = True
-        if self._healer is not None:
-            self._healer.cancel()
+        for task in (self._healer, self._keeper):
+            if task is not None:
+                task.cancel()
         try:
             async with asyncio.timeout(DRAIN_TIMEOUT_S + CLOSE_TIMEOUT_S):
                 await (self._client.drain() if self.connected else self._client.close())
@@ -172,6 +180,22 @@ class Link:
             await self._client.publish(subject, data, reply, headers)
         except nats.errors.Error as error:
             raise BusError(f"cannot publish to {subject}: {error}") from error
+        except RuntimeError:  # uvloop: the transport is closed, and nats-py has not noticed; it still has the message
+            await self._revive()
+
+    async def _keep_alive(self) -> None:
+        """nats-py's reader ends on any exception that it does not expect, its writer on a closed transport, both
+        without a new connection: the process would be deaf until its pings are missed, or for ever."""
+        while True:
+            await asyncio.sleep(ALIVE_CHECK_S)
+            await self._revive()
+
+    async def _revive(self) -> None:
+        """Connect anew if the connection is up in name only."""
+        halves = (self._client._reading_task, self._client._flusher_task)  # noqa: SLF001  (there is no public way)
+        if self.connected and any(half is None or half.done() for half in halves):
+            log.warning("bus_connection_dead", nats=self.settings.nats)
+            await self._client.force_reconnect()
 
     async def _heal_after_reconnects(self) -> None:
         while True:

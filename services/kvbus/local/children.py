@@ -24,17 +24,27 @@ class Child:
     def __init__(self, name: str, command: list[str], log_dir: Path, environ: Mapping[str, str] | None = None) -> None:
         self.name, self.command = name, command
         self.log_file = log_dir / f"{name}.log"
+        self._environ = dict(os.environ if environ is None else environ)
         log_dir.mkdir(parents=True, exist_ok=True)
-        with self.log_file.open("wb") as log:
-            self._process = subprocess.Popen(  # noqa: S603  (our own commands)
-                command,
+        self.log_file.unlink(missing_ok=True)
+        self._process = self._spawn()
+
+    def _spawn(self) -> "subprocess.Popen[bytes]":
+        with self.log_file.open("ab") as log:
+            return subprocess.Popen(  # noqa: S603  (our own commands)
+                self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=dict(os.environ if environ is None else environ),
+                env=self._environ,
                 preexec_fn=_die_with_parent,  # noqa: PLW1509  (nothing here holds a lock)
                 start_new_session=True,
             )
+
+    def start_again(self) -> None:
+        """A new process in the place of one that has ended; its log follows that of the old one."""
+        assert self.exit_code is not None, f"{self.name} still runs"
+        self._process = self._spawn()
 
     @property
     def pid(self) -> int:
@@ -75,10 +85,14 @@ class Child:
         self._kill_session()
         await asyncio.to_thread(self._process.wait)
 
-    def _kill_session(self) -> None:
+    def send_all(self, number: signal.Signals) -> None:
+        """Send a signal to the child and to all that it started."""
         for pid in _session(self._process.pid):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
+
+    def _kill_session(self) -> None:
+        self.send_all(signal.SIGKILL)
 
 
 def _session(leader: int) -> list[int]:

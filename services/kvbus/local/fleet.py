@@ -63,6 +63,8 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     """More arguments of every `kvbus router`."""
     engine_settings: dict[str, str] = {}
     """More KVBUS_ENGINE_... settings of every engine."""
+    environ: dict[str, str] = {}
+    """More environment of every process but plain vLLM."""
     matchers: int = 1
     reuse: int = 1
     """Reuse processes."""
@@ -267,6 +269,7 @@ class Fleet:
 
     def _child(self, name: str, *arguments: str) -> Child:
         environ = self.access.environ(name)
+        environ |= self.options.environ
         environ |= {f"KVBUS_ENGINE_{key.upper()}": value for key, value in self.options.engine_settings.items()}
         return Child(name, kvbus_command(*arguments), self.log_dir, environ)
 
