@@ -1,4 +1,4 @@
-"""`kvbus schema`: the bus as JSON Schema or AsyncAPI, for programs that are not written in Python."""
+"""`kvbus schema`: the bus as JSON Schema or AsyncAPI, and the router as OpenAPI, for programs not written in Python."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +15,9 @@ class Form(StrEnum):
 
     JSON = "json"
     ASYNCAPI = "asyncapi"
+    OPENAPI = "openapi"
     SETTINGS = "settings"
+    METRICS = "metrics"
 
 
 def document(form: Form) -> str:
@@ -24,6 +26,14 @@ def document(form: Form) -> str:
         from kvbus.settings_table import markdown
 
         return markdown()
+    if form is Form.METRICS:
+        from kvbus.metrics import catalogue
+
+        return catalogue.markdown()
+    if form is Form.OPENAPI:
+        from kvbus.router.openapi import openapi
+
+        return docs.text_of(openapi(__version__))
     return docs.text_of(docs.json_schema() if form is Form.JSON else docs.asyncapi(__version__))
 
 
@@ -31,12 +41,14 @@ def schema(
     form: Annotated[
         Form,
         typer.Argument(
-            help="json: JSON Schema of every message; asyncapi: the whole bus; settings: every setting, Markdown"
+            help="json: JSON Schema of every message; asyncapi: the whole bus; openapi: what a router serves; "
+            "settings, metrics: "
+            "every setting, every metric, Markdown"
         ),
     ] = Form.JSON,
     out: Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")] = None,
 ) -> None:
-    """Print the JSON Schema or the AsyncAPI document of the bus."""
+    """Print the JSON Schema or the AsyncAPI document of the bus, or the OpenAPI document of the router."""
     if out is None:
         print(document(form), end="")
     else:

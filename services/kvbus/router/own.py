@@ -13,10 +13,12 @@ from kvbus.router.http import LegError, Origin, Reply, Request, Server
 from kvbus.router.identity import identify
 from kvbus.router.metrics import CONTENT_TYPE, Metrics
 from kvbus.router.presence import Presence
+from kvbus.router.problems import MethodError
 
 MODELS_TIMEOUT_S = 5.0
 MODELS_BYTES_MAX = 1024 * 1024
 JSON = (b"content-type", b"application/json")
+READING = (b"GET", b"HEAD")
 OK = 200
 UNAVAILABLE = 503
 
@@ -46,7 +48,9 @@ class OwnPages:
         }
 
     async def answer(self, request: Request, reply: Reply) -> None:
-        """Answer the page of the request's path."""
+        """Answer the page of the request's path. Raises MethodError for what would change it."""
+        if request.method not in READING:
+            raise MethodError("GET", "HEAD")
         await self.pages[request.path](request, reply)
 
     def reasons(self) -> list[str]:

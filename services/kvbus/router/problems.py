@@ -2,6 +2,7 @@
 
 RouterProblem
 ├── BadRequestError   400, 404: the request is wrong
+│   └── MethodError   405: says which methods are right
 ├── Unauthorized      401: no key, or no key of this router
 ├── BusyError         429, 503: not now; carries Retry-After
 └── EngineFailed      502, 504: engines were tried and failed
@@ -30,6 +31,14 @@ class BadRequestError(RouterProblem):
 
     def __init__(self, message: str, *, code: str, status: int = 400) -> None:
         super().__init__(message, status=status, code=code)
+
+
+class MethodError(BadRequestError):
+    """The client has to use another method."""
+
+    def __init__(self, *allowed: str) -> None:
+        super().__init__(f"send a {' or '.join(allowed)}", code="method_not_allowed", status=405)
+        self.allow = ", ".join(allowed)
 
 
 class Unauthorized(RouterProblem):

@@ -20,7 +20,7 @@ from kvbus.router.identity import Identity, identify
 from kvbus.router.metrics import Metrics
 from kvbus.router.own import OwnPages
 from kvbus.router.presence import Presence
-from kvbus.router.problems import BadRequestError, RouterProblem, error_json
+from kvbus.router.problems import BadRequestError, MethodError, RouterProblem, error_json
 from kvbus.router.reusing import Reuse
 from kvbus.router.serving import Serving
 from kvbus.router.settings import RouterSettings
@@ -170,7 +170,7 @@ class Router:
         identity = identify(request.headers)
         try:
             if request.method != b"POST":
-                raise BadRequestError("send a POST", code="method_not_allowed", status=405)
+                raise MethodError("POST")
             mode = _mode(request)
             asked = bodies.read(kind, request.body)
         except RouterProblem as problem:
@@ -201,6 +201,8 @@ class Router:
             headers.append((b"x-request-id", request_id))
         if problem.retry_after_s:
             headers.append((b"retry-after", b"%d" % problem.retry_after_s))
+        if isinstance(problem, MethodError):
+            headers.append((b"allow", problem.allow.encode()))
         reply.whole(problem.status, headers, error_json(problem.status, problem.code, problem.message))
 
     def _say(self, serving: Serving, asked: Asked, request: Request) -> None:
