@@ -90,6 +90,12 @@ def test_what_a_broken_leg_means(
     assert (verdict.problem is not None) == (verdict.step != "go_on")
 
 
+@pytest.mark.parametrize(("mode", "leg"), [("early", "prefill"), ("early", "decode"), ("deferred", "prefill")])
+def test_a_refused_ticket_is_a_failed_leg_and_no_answer_for_the_client(mode: Mode, leg: Leg) -> None:
+    refused = dispatch(mode).answered(leg, 400, ticket_refused=True)
+    assert outline(refused) == outline(dispatch(mode).failed(leg, "gone"))
+
+
 @pytest.mark.parametrize(
     ("streaming", "left", "late"),
     [

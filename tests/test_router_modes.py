@@ -5,6 +5,7 @@ import contextlib
 import re
 import sys
 from collections.abc import AsyncIterator, Iterator
+from typing import get_args
 
 import aiohttp
 import pytest
@@ -14,7 +15,7 @@ from tests.router_world import COMPLETION, Engine, World, answered, hang, status
 from kvbus.bench.http_load import free_port
 from kvbus.embedded import EmbeddedNats
 from kvbus.router.policies import RouteChoice, RouteQuestion
-from kvbus_schemas import CancelOrdered, RequestServed, RouteDecided
+from kvbus_schemas import CancelOrdered, RequestServed, Role, RouteDecided
 
 pytestmark = pytest.mark.nats
 
@@ -87,6 +88,25 @@ async def test_deferred_passes_a_client_error_of_prefill_on(world: World) -> Non
     code, _, body = await ask(world, x_kvbus_mode="deferred")
     assert (code, body["error"]["message"]) == (400, "too long")
     assert not decode.seen
+
+
+@pytest.mark.parametrize("mode", ["early", "deferred"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_that_was_started_again_unnoticed_costs_a_dispatch_and_no_error(
+    world: World, mode: str, role: Role
+) -> None:
+    """Found by `kvbus chaos`: clients were told that a ticket they never saw was for another incarnation."""
+    engines = {name: await world.engine(kind, name) for kind in get_args(Role) for name in (f"{kind}-a", f"{kind}-b")}
+
+    async def refuse(_request: web.Request) -> web.StreamResponse:
+        error = {"message": "ticket is for incarnation 'x'", "type": "invalid_ticket", "code": 400}
+        return web.json_response({"error": error}, status=400)
+
+    engines[f"{role}-a"].act = refuse
+    await world.start()
+    for _ in range(2):
+        assert (await ask(world, x_kvbus_mode=mode))[0] == 200
+    assert engines[f"{role}-a"].seen
 
 
 async def test_deferred_lets_prefill_go_when_no_decode_is_left(world: World) -> None:

@@ -11,6 +11,7 @@ that happens to them, publishes the verdict's posts, closes the legs that it nam
 | prefill answered 4xx  | deferred, pull: cancel, pass_on; early: failed  | cancel, go_on               |
 | decode answered 2xx   | pass_on                                         | (none)                      |
 | decode answered 4xx   | cancel, pass_on: the request is at fault        | (none)                      |
+| ticket refused (400)  | as if the leg had failed                        | (none)                      |
 | decode answered 5xx   | cancel, retry; the last attempt: pass_on        | (none)                      |
 | decode failed         | cancel, retry or give_up                        | cancel, break_off           |
 | no decode (deferred)  | cancel, stop                                    | (none)                      |
@@ -174,8 +175,11 @@ class Dispatch:
         """The leg is on its way."""
         self.open.add(leg)
 
-    def answered(self, leg: Leg, status: int) -> Verdict:
-        """The leg's whole answer (prefill), or its first bytes (decode), are in."""
+    def answered(self, leg: Leg, status: int, *, ticket_refused: bool = False) -> Verdict:
+        """The leg's whole answer (prefill), or its first bytes (decode), are in. An engine that refuses its ticket has
+        mostly been started again since it was chosen, so its answer is none for the client."""
+        if ticket_refused:
+            return self.failed(leg, "refused its ticket: it is not the one that was chosen")
         if leg == "prefill":
             self.open.discard("prefill")
         if _OK <= status < _CLIENT_FAULT:

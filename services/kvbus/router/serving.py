@@ -20,6 +20,9 @@ from kvbus_schemas import Mode, Post
 ERROR_FIRST = b'data: {"error"'
 """How vLLM begins a stream that failed before its first token, with status 200."""
 
+TICKET_REFUSED = b'"invalid_ticket"'
+BAD_REQUEST = 400
+
 _json = msgspec.json.Encoder()
 
 
@@ -197,8 +200,9 @@ class Serving:
         try:
             exchange = await self._legs.send(dispatch, "prefill", body)
             answer = await exchange.whole(self._parts.settings.prefill_answer_bytes_max)
-            verdict = dispatch.answered("prefill", exchange.status)
-            failed = exchange.status >= ENGINE_FAULT
+            refused = _ticket_refused(exchange.status, answer)
+            verdict = dispatch.answered("prefill", exchange.status, ticket_refused=refused)
+            failed = refused or exchange.status >= ENGINE_FAULT
         except LegError as error:
             verdict = dispatch.failed("prefill", str(error))
             failed = True
@@ -256,7 +260,8 @@ class Serving:
         if first.startswith(ERROR_FIRST) and dispatch.attempt < self._facts.attempts_max:
             verdict = dispatch.failed("decode", first[:DETAIL_CHARS_MAX].decode(errors="replace"))
         else:
-            verdict = dispatch.answered("decode", exchange.status)
+            refused = _ticket_refused(exchange.status, first)
+            verdict = dispatch.answered("decode", exchange.status, ticket_refused=refused)
         if verdict.step == "retry":
             self._legs.engine_failed(dispatch, "decode")
         return verdict
@@ -280,6 +285,11 @@ class Serving:
         elif verdict.step == "break_off":
             assert verdict.problem is not None
             await self._answer.break_off(verdict.problem)
+
+
+def _ticket_refused(status: int, body: bytes) -> bool:
+    """Whether an engine says that the ticket is not for it, or no longer (`kvbus.engine.ticket_guard`)."""
+    return status == BAD_REQUEST and TICKET_REFUSED in body
 
 
 def _params(dispatch: Dispatch, leg: Leg) -> bytes:
