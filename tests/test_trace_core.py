@@ -20,7 +20,9 @@ from kvbus_schemas import (
     RequestServed,
     ReuseAnswered,
     ReuseAsked,
+    ReuseGrant,
     ReuseOffered,
+    ReuseReleased,
     RouteAnswered,
     RouteAsked,
     RouteDecided,
@@ -146,6 +148,23 @@ def test_a_reuse_belongs_to_the_dispatch_that_it_was_granted_to() -> None:
     assert story.lines == lines
     assert (story.prefill_id, story.decode_id) == ("p0", "d0")
     assert named([story], U) == [story]
+
+
+def test_a_grant_that_is_released_unused_belongs_to_its_dispatch() -> None:
+    """No blocks are registered for it, so that only the answer tells whose it was."""
+    grant = ReuseGrant(
+        transfer_id=R, offer_id="o1", holder_id="d0", holder_incarnation="1", conversation="e" * 32, token_count=60,
+        block_size=16, chain=[b"1"],
+    )  # fmt: skip
+    [story] = stories_of(
+        [
+            line(0, "router-1", "reuse", ReuseAsked(conversation="e" * 32, request_id="req-1")),
+            line(1, "reuse-1", "router-1", ReuseAnswered(conversation="e" * 32, grant=grant)),
+            line(2, "router-1", "all", decided()),
+            line(3, "p0", "d0", ReuseReleased(conversation="e" * 32, offer_id="o1", transfer_id=R, reason="not_needed")),
+        ]
+    )
+    assert [type(one.message) for one in story.lines] == [ReuseAsked, ReuseAnswered, RouteDecided, ReuseReleased]
 
 
 def test_a_question_to_a_router_on_the_bus_belongs_to_its_request() -> None:

@@ -162,7 +162,10 @@ class _Owners:
             case ReuseAsked():
                 owner = self._by_request.get(message.request_id, "")
             case ReuseAnswered() | ReuseOffered() | ReuseWithdrawn():
-                return self._by_conversation.get(message.conversation, "")
+                owner = self._by_conversation.get(message.conversation, "")
+                if owner and isinstance(message, ReuseAnswered) and message.grant is not None:
+                    self._by_reuse.setdefault(message.grant.transfer_id, owner)  # it may be released unused
+                return owner
             case _:
                 key = getattr(message, "transfer_id", "")
                 owner = self._by_reuse.get(key, key[:TRANSFER_ID_CHARS])
