@@ -161,7 +161,7 @@ def test_a_grant_that_is_released_unused_belongs_to_its_dispatch() -> None:
             line(0, "router-1", "reuse", ReuseAsked(conversation="e" * 32, request_id="req-1")),
             line(1, "reuse-1", "router-1", ReuseAnswered(conversation="e" * 32, grant=grant)),
             line(2, "router-1", "all", decided()),
-            line(3, "p0", "d0", ReuseReleased(conversation="e" * 32, offer_id="o1", transfer_id=R, reason="not_needed")),
+            line(3, "p0", "d0", ReuseReleased(conversation="e" * 32, offer_id="o1", transfer_id=R, reason="spare")),
         ]
     )
     assert [type(one.message) for one in story.lines] == [ReuseAsked, ReuseAnswered, RouteDecided, ReuseReleased]
