@@ -31,6 +31,10 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     load_age_ms: float = 0.0
     hit_tokens: int = 0
     """Tokens of this prompt that the engine already holds, as far as the router knows."""
+    queued_tokens: int = 0
+    """Prompt tokens that the engine has still to compute for others, at a guess of the router's."""
+    cache: Literal["", "exact", "degraded"] = ""
+    """How well the router knows the engine's prefix cache; empty: not at all."""
 
 
 class RouteDecided(Message, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ def register(app: typer.Typer) -> None:
     """Add `kvbus bench`."""
     from kvbus.bench.handoff import register_bench as register_handoff
     from kvbus.bench.multiturn import register_bench as register_multiturn
+    from kvbus.bench.policies import register_bench as register_policies
     from kvbus.bench.reuse import register_bench as register_reuse
     from kvbus.bench.router import register_bench as register_router
     from kvbus.bench.traffic import register_bench as register_traffic
@@ -20,4 +21,5 @@ def register(app: typer.Typer) -> None:
     register_multiturn(bench)
     register_workload(bench)
     register_traffic(bench)
+    register_policies(bench)
     app.add_typer(bench, name="bench")

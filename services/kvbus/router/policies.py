@@ -16,6 +16,8 @@ from kvbus_schemas import Candidate, EngineView, Mode
 GROUP = "kvbus.policies"
 HELD_TOKENS_PER_REQUEST = 1000.0
 """Tokens that an unfinished request stands for in `least_loaded`: a held token is worth as much as one in flight."""
+NAMED_MAX = 8
+"""Candidates that an answer names of each role."""
 
 
 class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +37,12 @@ class RouteQuestion(msgspec.Struct, frozen=True, kw_only=True):
     part: Literal["both", "decode"] = "both"
     """`decode`: prefill is done (mode deferred), only a decode is wanted."""
     attempt: int = 1
+    prompt_tokens: int = 0
+    """Length of the prompt, at a guess; 0: not known."""
+    head: str = ""
+    """Digest of how the prompt begins, equal where two prompts do; empty: not known."""
+    free: bool = False
+    """`asked` is pull since that is what stock engines do, not the client's wish: local will do as well."""
 
 
 class RouteChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,17 +91,15 @@ class RoundRobin:
 
     def choose(self, question: RouteQuestion) -> RouteChoice:
         """The next in turn of each role."""
-        return _choice(question, self._next, "next in turn")
+        return choice_of(question, self._next, "next in turn")
 
-    def _next(self, engines: Sequence[EngineView]) -> list[Candidate]:
+    def _next(self, engines: Sequence[EngineView], _question: RouteQuestion) -> list[Candidate]:
         role = engines[0].role
         turn = self._turns[role]
         self._turns[role] = turn + 1
-        chosen = turn % len(engines)
-        return [
-            Candidate(engine_id=engine.engine_id, role=role, score=float(at == chosen), load_age_ms=engine.load_age_ms)
-            for at, engine in enumerate(sorted(engines, key=_engine_id))
-        ]
+        ordered = sorted(engines, key=_engine_id)
+        chosen = turn % len(ordered)
+        return ranked([*ordered[chosen:], *ordered[:chosen]], [1.0] + [0.0] * (len(ordered) - 1))
 
 
 class LeastLoaded:
@@ -111,46 +117,78 @@ class LeastLoaded:
 
     def choose(self, question: RouteQuestion) -> RouteChoice:
         """The least loaded of each role."""
-        return _choice(question, self._scored, "least loaded")
+        return choice_of(question, self._scored, "least loaded")
 
-    def _scored(self, engines: Sequence[EngineView]) -> list[Candidate]:
+    def _scored(self, engines: Sequence[EngineView], _question: RouteQuestion) -> list[Candidate]:
         self._turn += 1
-        turn = self._turn % len(engines)
-        rotated = [*engines[turn:], *engines[:turn]] if turn else engines
-        return [_scored(engine) for engine in rotated]
+        turned = in_turn(engines, self._turn)
+        return ranked(turned, [load_score(engine) for engine in turned], _load_terms)
 
 
-def _scored(engine: EngineView) -> Candidate:
+def load_score(engine: EngineView) -> float:
+    """Of an engine by its load: minus its requests, minus its share of used blocks, plus what it holds already."""
     used = 1.0 - engine.free_blocks / engine.total_blocks if engine.total_blocks else 0.0
+    return engine.hit_tokens / HELD_TOKENS_PER_REQUEST - engine.running - engine.waiting - used
+
+
+def _load_terms(engine: EngineView) -> dict[str, float]:
     held = engine.hit_tokens / HELD_TOKENS_PER_REQUEST
-    terms: dict[str, float] = {"running": -engine.running, "waiting": -engine.waiting, "used_blocks": -used}
-    return Candidate(
-        engine_id=engine.engine_id,
-        role=engine.role,
-        score=-(engine.running + engine.waiting) - used + held,
-        terms=terms | {"held_tokens": held} if held else terms,
-        load_age_ms=engine.load_age_ms,
-    )
+    terms: dict[str, float] = {"running": -engine.running, "waiting": -engine.waiting, "used_blocks": -used_of(engine)}
+    return terms | {"held_tokens": held} if held else terms
 
 
-def _choice(
-    question: RouteQuestion, scored: Callable[[Sequence[EngineView]], list[Candidate]], reason: str
-) -> RouteChoice:
+def used_of(engine: EngineView) -> float:
+    """The share of an engine's blocks that requests and conversations hold; 0 where it is not known."""
+    return 1.0 - engine.free_blocks / engine.total_blocks if engine.total_blocks else 0.0
+
+
+def in_turn(engines: Sequence[EngineView], turn: int) -> Sequence[EngineView]:
+    """The engines, beginning with another one in each turn, so that equals are taken one after the other."""
+    at = turn % len(engines)
+    return [*engines[at:], *engines[:at]] if at else engines
+
+
+def ranked(
+    engines: Sequence[EngineView],
+    scores: Sequence[float],
+    terms_of: Callable[[EngineView], dict[str, float]] = lambda _engine: {},
+) -> list[Candidate]:
+    """The best NAMED_MAX of the engines, best first; of equals the first."""
+    best = sorted(range(len(engines)), key=scores.__getitem__, reverse=True)[:NAMED_MAX]
+    return [
+        Candidate(
+            engine_id=engines[at].engine_id,
+            role=engines[at].role,
+            score=scores[at],
+            terms=terms_of(engines[at]),
+            load_age_ms=engines[at].load_age_ms,
+        )
+        for at in best
+    ]
+
+
+Ranking = Callable[[Sequence[EngineView], RouteQuestion], list[Candidate]]
+"""Candidates of one role, best first."""
+
+
+def choice_of(question: RouteQuestion, ranking: Ranking, reason: str) -> RouteChoice:
     """Take the best candidate of each role that the mode needs."""
     mode, why = mode_for(question)
+    return choice_in(mode, question, ranking, f"{reason}; {why}")
+
+
+def choice_in(mode: Mode, question: RouteQuestion, ranking: Ranking, reason: str) -> RouteChoice:
+    """The same in a mode that is decided already."""
     candidates: list[Candidate] = []
     prefill_id = decode_id = ""
     if mode != "local" and question.part == "both":
-        prefills = scored(question.prefills)
-        prefill_id = max(prefills, key=_score).engine_id
-        candidates += prefills
+        candidates = ranking(question.prefills, question)
+        prefill_id = candidates[0].engine_id
     if mode != "deferred" or question.part == "decode":
-        decodes = scored(question.decodes)
-        decode_id = max(decodes, key=_score).engine_id
-        candidates += decodes
-    return RouteChoice(
-        mode=mode, prefill_id=prefill_id, decode_id=decode_id, reason=f"{reason}; {why}", candidates=candidates
-    )
+        decodes = ranking(question.decodes, question)
+        decode_id = decodes[0].engine_id
+        candidates = candidates + decodes
+    return RouteChoice(mode=mode, prefill_id=prefill_id, decode_id=decode_id, reason=reason, candidates=candidates)
 
 
 def mode_for(question: RouteQuestion) -> tuple[Mode, str]:
@@ -164,10 +202,6 @@ def mode_for(question: RouteQuestion) -> tuple[Mode, str]:
     if question.asked is not None:
         return question.asked, "asked for"
     return "early", "default"
-
-
-def _score(candidate: Candidate) -> float:
-    return candidate.score
 
 
 def _engine_id(engine: EngineView) -> str:
