@@ -18,7 +18,7 @@ from nats.aio.subscription import Subscription as NatsSubscription
 
 from kvbus.bus.bucket import Bucket, Storage, bucket_config
 from kvbus.bus.gaps import GapDetector
-from kvbus.bus.inbound import COPY_HEADER, REASON_CHARS_MAX, Handler, Inbound
+from kvbus.bus.inbound import COPY_HEADER, REASON_CHARS_MAX, Handler, Inbound, Rejected
 from kvbus.bus.jetstream import JetStream
 from kvbus.bus.link import Link
 from kvbus.bus.settings import BusCounters, BusSettings
@@ -128,16 +128,18 @@ class Bus:
             if number % YIELD_EVERY == 0:
                 await asyncio.sleep(0)
 
-    async def subscribe(self, subject: str, handler: Handler, *, queue: str = "") -> Subscription:
+    async def subscribe(
+        self, subject: str, handler: Handler, *, queue: str = "", rejected: Rejected | None = None
+    ) -> Subscription:
         """Call `handler` for each message, serially. Whatever is published after the return arrives.
 
-        Bytes that are no message become dead letters; an exception of the handler is logged and counted. On
-        `subjects.everything()` gaps in the senders' counts are counted as well.
+        Bytes that are no message become dead letters, and `rejected` is told of them; an exception of the handler is
+        logged and counted. On `subjects.everything()` gaps in the senders' counts are counted as well.
         """
         gaps = GapDetector() if subject == subjects.everything() and not queue else None
 
         async def deliver(msg: Msg) -> None:
-            message = await self._inbound.decoded(msg)
+            message = await self._inbound.decoded(msg, rejected)
             if message is None:
                 return
             if gaps is not None:

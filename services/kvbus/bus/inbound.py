@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 
 from kvbus.bus.link import Link
 from kvbus.errors import BusError
-from kvbus_schemas import AnyMessage, DeadLetter, UndecodableError, decode, subjects
+from kvbus_schemas import MESSAGE_BYTES_MAX, AnyMessage, DeadLetter, UndecodableError, decode, subjects
 
 DEAD_LETTERS_PER_S_MAX = 100
 """Beyond it dead letters are counted and not reported."""
@@ -19,6 +19,7 @@ REASON_CHARS_MAX = 300
 log = structlog.get_logger(__name__)
 
 Handler = Callable[[AnyMessage], Awaitable[None] | None]
+Rejected = Callable[[str, str], None]
 
 COPY_HEADER = "Nats-Stream"
 """On what JetStream has read out of a stream. It sends that wherever it is asked to, so on any subject."""
@@ -33,15 +34,19 @@ class Inbound:
         self._second = 0
         self._reported = 0
 
-    async def decoded(self, msg: Msg) -> AnyMessage | None:
-        """The message, or None after a dead letter."""
+    async def decoded(self, msg: Msg, rejected: Rejected | None = None) -> AnyMessage | None:
+        """The message, or None after a dead letter. `rejected` is called with its subject and what is wrong."""
         self._link.counters.received += 1
         try:
+            if len(msg.data) > MESSAGE_BYTES_MAX:
+                raise UndecodableError(f"{len(msg.data)} bytes are over the limit of {MESSAGE_BYTES_MAX}")  # noqa: TRY301
             if COPY_HEADER in (msg.headers or {}):
                 raise UndecodableError("a copy out of a stream, which somebody has sent here")  # noqa: TRY301
             message = decode(msg.data)
             check_subject(msg.subject, message)
         except UndecodableError as error:
+            if rejected is not None:
+                rejected(msg.subject, str(error))
             await self._dead_letter(msg, str(error))
             return None
         return message

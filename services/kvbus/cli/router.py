@@ -15,6 +15,11 @@ def router(
     host: Annotated[str | None, typer.Option(help="address to listen on [127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="port to listen on; 0 takes a free one [8000]")] = None,
     policy: Annotated[str | None, typer.Option(help="round_robin, least_loaded, or module:Class")] = None,
+    guest: Annotated[str | None, typer.Option(help="router on the bus that decides, by its name [none]")] = None,
+    guest_deadline_ms: Annotated[float | None, typer.Option(help="milliseconds to wait for its answer [20]")] = None,
+    shadow: Annotated[
+        list[str] | None, typer.Option(help="router on the bus to compare with, or `all`; repeatable")
+    ] = None,
     static: Annotated[
         list[str] | None, typer.Option(help="stock vLLM engines: prefill=URL,decode=URL; repeatable")
     ] = None,
@@ -42,6 +47,9 @@ def router(
         "host": host,
         "port": port,
         "policy": policy,
+        "guest": guest,
+        "guest_deadline_ms": guest_deadline_ms,
+        "shadow": tuple(shadow) if shadow else None,
         "static": tuple(static) if static else None,
         "workers": workers,
         "reuse": reuse,

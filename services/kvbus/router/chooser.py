@@ -3,8 +3,10 @@ answers is checked. Pure but for the policy."""
 
 import msgspec
 
+from kvbus.router.basis import Basis, basis_of
 from kvbus.router.bodies import Asked
 from kvbus.router.fleet import Engine, Fleet, compatible, rested
+from kvbus.router.offered import offered_in
 from kvbus.router.policies import Policy, RouteChoice, RouteQuestion
 from kvbus.router.problems import BadRequestError, BusyError, RouterProblem
 from kvbus_schemas import EngineView, Mode
@@ -41,11 +43,12 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy's choice and its engines."""
+    """A choice, its engines, and what it rests on."""
 
     choice: RouteChoice
     prefill: Engine | None
     decode: Engine | None
+    basis: Basis
 
 
 class Chooser:
@@ -66,44 +69,66 @@ class Chooser:
         )
 
     def choose(self, asked: Asked, request_id: str, situation: Situation) -> Chosen:
-        """The engines for a dispatch. Raises RouterProblem where there are none."""
+        """The policy's engines for a dispatch. Raises RouterProblem."""
+        return self.decide(self.question(asked, request_id, situation))
+
+    def question(self, asked: Asked, request_id: str, situation: Situation) -> RouteQuestion:
+        """Who may serve a dispatch. Raises RouterProblem where nobody may."""
         mode, static = self._world(asked, situation)
         decodes = self._alive("decode", asked.model, static=static)
         if not decodes:
             raise self._nobody(situation)
         prefills = [] if mode == "local" else self._alive("prefill", asked.model, static=static)
         prefills, decodes = compatible(prefills, decodes) if prefills else ([], decodes)
-        return self._ask(
-            RouteQuestion(
-                request_id=request_id,
-                model=asked.model,
-                prompt_bytes=len(asked.body),
-                prefills=situation.views(prefills),
-                decodes=situation.views(decodes),
-                conversation=situation.conversation,
-                asked=mode,
-                attempt=situation.attempt,
-            )
+        return RouteQuestion(
+            request_id=request_id,
+            model=asked.model,
+            prompt_bytes=len(asked.body),
+            prefills=situation.views(prefills),
+            decodes=situation.views(decodes),
+            conversation=situation.conversation,
+            asked=mode,
+            attempt=situation.attempt,
         )
 
-    def choose_decode(self, asked: Asked, request_id: str, prefill: Engine, situation: Situation) -> Chosen:
-        """Mode deferred: the decode, once prefill is done, by the load of now."""
+    def decode_question(self, asked: Asked, request_id: str, prefill: Engine, situation: Situation) -> RouteQuestion:
+        """Mode deferred: who may decode, once prefill is done. Raises RouterProblem where nobody may."""
         decodes = self._alive("decode", asked.model, static=False)
         fitting = [engine for engine in decodes if engine.compat_hash == prefill.compat_hash]
         if not fitting:
             raise self._nobody(situation)
-        return self._ask(
-            RouteQuestion(
-                request_id=request_id,
-                model=asked.model,
-                prompt_bytes=len(asked.body),
-                prefills=(),
-                decodes=situation.views(fitting),
-                conversation=situation.conversation,
-                asked="deferred",
-                part="decode",
-                attempt=situation.attempt,
-            )
+        return RouteQuestion(
+            request_id=request_id,
+            model=asked.model,
+            prompt_bytes=len(asked.body),
+            prefills=(),
+            decodes=situation.views(fitting),
+            conversation=situation.conversation,
+            asked="deferred",
+            part="decode",
+            attempt=situation.attempt,
+        )
+
+    def decide(self, question: RouteQuestion, policy: Policy | None = None, *, canary: bool = False) -> Chosen:
+        """Ask `policy`, or the router's own. Raises PolicyFailed."""
+        policy = policy or self.policy
+        try:
+            choice = policy.choose(question)
+        except Exception as error:
+            raise PolicyFailed(policy.name, repr(error)) from error
+        return self.chosen(question, choice, policy.name, canary=canary)
+
+    def chosen(self, question: RouteQuestion, choice: RouteChoice, policy: str, *, canary: bool = False) -> Chosen:
+        """The engines that `policy` has chosen. Raises PolicyFailed where it may not."""
+        fault = offered_in(question).fault(choice.mode, choice.prefill_id, choice.decode_id)
+        if fault is not None:
+            raise PolicyFailed(policy, fault.why)
+        engines = self.fleet.engines
+        return Chosen(
+            choice=choice,
+            prefill=engines[choice.prefill_id] if choice.prefill_id else None,
+            decode=engines[choice.decode_id] if choice.decode_id else None,
+            basis=basis_of(question, choice, policy, canary=canary),
         )
 
     def _world(self, asked: Asked, situation: Situation) -> tuple[Mode | None, bool]:
@@ -144,31 +169,3 @@ class Chooser:
             code="no_decode_engine",
             retry_after_s=situation.retry_after_s,
         )
-
-    def _ask(self, question: RouteQuestion) -> Chosen:
-        try:
-            choice = self.policy.choose(question)
-        except Exception as error:
-            raise PolicyFailed(self.policy.name, repr(error)) from error
-        prefill = self._offered(choice.prefill_id, {view.engine_id for view in question.prefills})
-        decode = self._offered(choice.decode_id, {view.engine_id for view in question.decodes})
-        self._check(question, choice, prefill, decode)
-        return Chosen(choice=choice, prefill=prefill, decode=decode)
-
-    def _offered(self, engine_id: str, offered: set[str]) -> Engine | None:
-        if not engine_id:
-            return None
-        if engine_id not in offered:
-            raise PolicyFailed(self.policy.name, f"{engine_id!r} was not among the candidates")
-        return self.fleet.engines[engine_id]
-
-    def _check(
-        self, question: RouteQuestion, choice: RouteChoice, prefill: Engine | None, decode: Engine | None
-    ) -> None:
-        if question.part == "both" and (prefill is None) != (choice.mode == "local"):
-            raise PolicyFailed(self.policy.name, f"mode {choice.mode} with prefill {choice.prefill_id!r}")
-        if decode is None and (choice.mode != "deferred" or question.part == "decode"):
-            raise PolicyFailed(self.policy.name, f"mode {choice.mode} without a decode")
-        static = question.asked == "pull"
-        if choice.mode != "local" and (choice.mode == "pull") != static:
-            raise PolicyFailed(self.policy.name, f"mode {choice.mode} does not fit these engines")

@@ -25,6 +25,7 @@ from typing import Literal
 
 import msgspec
 
+from kvbus.router.basis import Basis
 from kvbus.router.fleet import Engine
 from kvbus.router.policies import RouteChoice
 from kvbus.router.problems import EngineFailed, RouterProblem
@@ -36,6 +37,7 @@ Step = Literal["go_on", "pass_on", "retry", "give_up", "break_off", "stop"]
 CANDIDATES_MAX = 16
 """Candidates named in a RouteDecided, the best first."""
 DETAIL_CHARS_MAX = 300
+NO_BASIS = Basis()
 MODES: tuple[Mode, ...] = ("early", "deferred", "pull", "local")
 
 _OK = 200
@@ -55,7 +57,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     prompt_bytes: int = 0
     parts: int = 1
     attempts_max: int = 3
-    policy: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -94,6 +95,7 @@ class Dispatch:
         prefill: Engine | None,
         decode: Engine | None,
         reuse: ReuseGrant | None = None,
+        basis: Basis = NO_BASIS,
     ) -> None:
         assert decode is not None or choice.mode == "deferred"
         assert (prefill is None) == (choice.mode == "local")
@@ -109,6 +111,7 @@ class Dispatch:
         self.streaming = False
         self.open: set[Leg] = set()
         self._choice = choice
+        self._basis = basis
         self._cancelled = False
         self._served = False
         self._over = False
@@ -117,7 +120,7 @@ class Dispatch:
 
     def decided(self, decided_us: int) -> Post:
         """RouteDecided, to publish before a leg is sent; in mode deferred again when the decode is chosen."""
-        facts = self.facts
+        facts, basis = self.facts, self._basis
         best = sorted(self._choice.candidates, key=lambda candidate: -candidate.score)
         return Post(
             EVERYONE,
@@ -127,7 +130,7 @@ class Dispatch:
                 mode=self.mode,
                 prefill_id=self.prefill.engine_id if self.prefill else "",
                 decode_id=self.decode.engine_id if self.decode else "",
-                policy=facts.policy,
+                policy=basis.policy,
                 reason=self._choice.reason,
                 candidates=best[:CANDIDATES_MAX],
                 attempt=self.attempt,
@@ -135,16 +138,20 @@ class Dispatch:
                 conversation=facts.conversation,
                 deadline_s=self.deadline_s,
                 decided_us=decided_us,
+                asked=basis.asked,
+                engines=basis.engines,
+                engines_left_out=basis.left_out,
+                canary=basis.canary,
                 trace_id=facts.trace_id,
                 span_id=facts.span_id,
             ),
         )
 
-    def decode_chosen(self, choice: RouteChoice, decode: Engine, deadline_s: float) -> None:
+    def decode_chosen(self, choice: RouteChoice, decode: Engine, deadline_s: float, basis: Basis = NO_BASIS) -> None:
         """Mode deferred: prefill is done and this decode takes over."""
         assert self.mode == "deferred"
         assert self.decode is None
-        self._choice = choice
+        self._choice, self._basis = choice, basis
         self.decode = decode
         self.deadline_s = deadline_s
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from kvbus.router.chooser import Chooser
 from kvbus.router.core import Dispatch, Leg
 from kvbus.router.fleet import Engine
+from kvbus.router.guests import Guests
 from kvbus.router.http import Exchange, Origin, Request
 from kvbus.router.identity import Identity
 from kvbus.router.reusing import Reuse
@@ -20,6 +21,7 @@ class Parts(Protocol):
 
     settings: RouterSettings
     chooser: Chooser
+    guests: Guests
     reuse: Reuse
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import structlog
 
+from kvbus.bus import Bus
 from kvbus.errors import ConfigError
 from kvbus.router import bodies, policies
 from kvbus.router.afterwards import Afterwards, Served
@@ -15,6 +16,8 @@ from kvbus.router.core import CLIENT_LEFT_STATUS, MODES
 from kvbus.router.door import Door
 from kvbus.router.fleet import Engine, Fleet
 from kvbus.router.gate import Gate
+from kvbus.router.guest_metrics import GuestMetrics
+from kvbus.router.guests import Guests
 from kvbus.router.http import Origin, Reply, Request, Server, ServerLimits
 from kvbus.router.identity import Identity, identify
 from kvbus.router.metrics import Metrics
@@ -52,7 +55,10 @@ class Router:
         self.presence.cancelled = self.metrics.cancelled
         self.door = Door(settings)
         self.reuse = Reuse(settings, self.door)
-        self.presence.joined = self.reuse.joined
+        self.guests = Guests(
+            settings, self.chooser, GuestMetrics(self.metrics.registry), name=name, publish=self.presence.post
+        )
+        self.presence.joined = self._joined
         self.afterwards = Afterwards(self.metrics, self.presence.post)
         self.server = Server(self._handle, _limits(settings), error_json)
         self.own = OwnPages(self)
@@ -96,10 +102,15 @@ class Router:
         for task in list(self._lingering):
             task.cancel()
         await asyncio.gather(*self._lingering, return_exceptions=True)
+        await self.guests.close()
         await self.reuse.close()
         await self.presence.close()
         for origin in self._origins.values():
             await origin.close()
+
+    async def _joined(self, bus: Bus) -> None:
+        await self.reuse.joined(bus)
+        await self.guests.joined(bus)
 
     # For requests (serving.Parts)
 

@@ -8,7 +8,7 @@ import msgspec
 from kvbus.router import bodies
 from kvbus.router.answer import Answer
 from kvbus.router.bodies import Asked
-from kvbus.router.chooser import Chosen, Situation
+from kvbus.router.chooser import Situation
 from kvbus.router.core import DETAIL_CHARS_MAX, ENGINE_FAULT, Dispatch, Facts, Leg, Verdict, deadline_problem
 from kvbus.router.http import LegError, Reply, Request
 from kvbus.router.identity import Identity, fresh_id
@@ -59,7 +59,6 @@ class Serving:
             prompt_bytes=len(asked.body),
             parts=asked.parts,
             attempts_max=1 if asked.kind == "other" else parts.settings.attempts_max,
-            policy=parts.chooser.policy.name,
         )
 
     async def run(self) -> None:
@@ -91,7 +90,7 @@ class Serving:
         """One dispatch. False: another one is wanted."""
         if attempt == 1 and self._turn.conversation and self._may_split():
             await self._parts.reuse.claim(self._turn, self.identity.request_id)
-        dispatch, decided_us = self._new_dispatch(attempt)
+        dispatch, decided_us = await self._new_dispatch(attempt)
         self.dispatch = dispatch
         await self._parts.post((*self._bind(dispatch), dispatch.decided(decided_us)))
         if dispatch.mode == "early":
@@ -100,17 +99,21 @@ class Serving:
             return await self._decode_leg(dispatch, self._asked.body)
         return await self._prefill_first(dispatch)
 
-    def _new_dispatch(self, attempt: int) -> tuple[Dispatch, int]:
+    async def _new_dispatch(self, attempt: int) -> tuple[Dispatch, int]:
         started_ns = time.perf_counter_ns()
-        chosen = self._parts.chooser.choose(self._asked, self.identity.request_id, self._situation(attempt))
+        transfer_id = fresh_id()
+        chosen = await self._parts.guests.choose(
+            self._asked, self.identity.request_id, self._situation(attempt), transfer_id
+        )
         dispatch = Dispatch(
             self._facts,
             chosen.choice,
-            transfer_id=fresh_id(),
+            transfer_id=transfer_id,
             attempt=attempt,
             deadline_s=self._transfer_deadline_s(),
             prefill=chosen.prefill,
             decode=chosen.decode,
+            basis=chosen.basis,
         )
         return dispatch, (time.perf_counter_ns() - started_ns) // 1000
 
@@ -181,14 +184,12 @@ class Serving:
         assert dispatch.prefill is not None
         started_ns = time.perf_counter_ns()
         try:
-            chosen: Chosen = self._parts.chooser.choose_decode(
-                self._asked, self.identity.request_id, dispatch.prefill, self._situation(dispatch.attempt)
-            )
+            chosen = await self._parts.guests.choose_decode(self._asked, dispatch, self._situation(dispatch.attempt))
         except RouterProblem:
             await self._obey(dispatch, dispatch.undecided())
             raise
         assert chosen.decode is not None
-        dispatch.decode_chosen(chosen.choice, chosen.decode, self._transfer_deadline_s())
+        dispatch.decode_chosen(chosen.choice, chosen.decode, self._transfer_deadline_s(), chosen.basis)
         await self._parts.post((dispatch.decided((time.perf_counter_ns() - started_ns) // 1000),))
         return _params(dispatch, "decode")
 

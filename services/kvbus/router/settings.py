@@ -12,6 +12,13 @@ class RouterSettings(BusSettings, frozen=True, forbid_unknown_fields=True):
     """Processes that share the port."""
     policy: str = "least_loaded"
     """An entry point of the group `kvbus.policies`, or `module:Class`."""
+    guest: str = ""
+    """A router on the bus that decides instead of the policy, by its name; the policy is its fallback."""
+    guest_deadline_ms: float = 20.0
+    """A request waits so long, in milliseconds, for the guest's answer."""
+    shadow: tuple[str, ...] | str = ()
+    """Routers on the bus whose answers are only compared, by name; `all` asks whoever listens. In one string, with
+    blanks between."""
     static: tuple[str, ...] | str = ()
     """Stock vLLM engines with the pull connector, each `prefill=URL,decode=URL`; in one string, with blanks between."""
     attempts_max: int = 3
@@ -58,4 +65,13 @@ class RouterSettings(BusSettings, frozen=True, forbid_unknown_fields=True):
     @property
     def static_pairs(self) -> tuple[str, ...]:
         """`static`, whichever way it was given."""
-        return tuple(self.static.split()) if isinstance(self.static, str) else self.static
+        return _parts(self.static)
+
+    @property
+    def shadows(self) -> tuple[str, ...]:
+        """`shadow`, whichever way it was given."""
+        return _parts(self.shadow)
+
+
+def _parts(given: tuple[str, ...] | str) -> tuple[str, ...]:
+    return tuple(given.split()) if isinstance(given, str) else given
