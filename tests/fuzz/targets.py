@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 
 import msgspec
+from tests.fuzz.over_http import http
 
 from kvbus.auth.api_keys import ApiKeys, parse
 from kvbus.bus.inbound import check_subject
@@ -142,5 +143,5 @@ _CARD = decode(
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
-    for target in (ticket, message, subject, landing, conversation, body, header, kept, api_keys)
+    for target in (ticket, message, subject, landing, conversation, body, header, kept, api_keys, http)
 }

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from aiohttp import StreamReader, web
+from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import RawRequestMessage
 
@@ -25,6 +25,7 @@ SWEEP_S = 1.0
 CLOSE_MAX_S = 5.0
 """How long handlers that were broken off may take to tidy up, in seconds."""
 BACKLOG = 1024
+VERSIONS = (HttpVersion10, HttpVersion11)
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -180,6 +181,8 @@ class Server:
         if len(http.raw_path) + header_bytes > self.limits.header_bytes_max:
             text = f"the request's headers are over {self.limits.header_bytes_max} bytes: send fewer or shorter"
             raise RefusedError(431, "headers_too_large", text)
+        if http.version not in VERSIONS:  # the parser takes a line without a version for HTTP/0.9
+            raise RefusedError(400, "bad_http", "this is no HTTP/1.1 request")
         if not http.raw_path.isascii():
             raise RefusedError(400, "bad_http", "the request's target must be ASCII: percent-encode it")
         if (http.content_length or 0) > self.limits.body_bytes_max:
