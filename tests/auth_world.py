@@ -11,7 +11,7 @@ from kvbus.bus import Bus, BusSettings
 from kvbus.embedded import EmbeddedNats
 from kvbus_schemas import AnyMessage, EngineCard, encode, subjects
 
-PARTIES = parties_of(["prefill:p0:2", "decode:d0", "decode:d1"], policies=["chooser"], routers=2)
+PARTIES = parties_of(["prefill:p0:2", "decode:d0", "decode:d1"], guests=["chooser", "rival"], routers=2)
 
 
 class World:

@@ -31,6 +31,7 @@ from kvbus_schemas import (
     AnyMessage,
     BlocksReady,
     BlocksRegistered,
+    CancelOrdered,
     LoadReported,
     PushDone,
     PushOrdered,
@@ -38,6 +39,7 @@ from kvbus_schemas import (
     ReuseReleased,
     RouteAnswered,
     RouteAsked,
+    encode,
     subjects,
 )
 
@@ -126,17 +128,56 @@ async def test_reuse_answers_a_router_and_tells_the_holder(world: World, monkeyp
             await bus.barrier()
 
 
-async def test_a_policy_answers_whom_it_hears(world: World) -> None:
+async def test_a_guest_hears_what_is_for_it_or_for_all_and_answers_in_its_own_name(world: World) -> None:
     async with world.bus("chooser") as chooser, world.bus("router-0") as router:
+        answers, heard = Ears(), Ears()
+        await router.subscribe(subjects.of_kind(RouteAnswered, to="router-0"), answers)
+        for to in ("chooser", "all"):
+            await chooser.subscribe(subjects.of_kind(RouteAsked, to=to), heard)
+            asked = RouteAsked(ask_id=fresh(), request_id="r", model="m", prompt_bytes=1, engines=[], deadline_ms=50.0)
+            await router.publish(asked, to)
+            assert (await heard.one(RouteAsked)).source == "router-0"
+            await chooser.publish(RouteAnswered(ask_id=asked.ask_id, prefill_id="p0", decode_id="d0"), "router-0")
+            assert (await answers.one(RouteAnswered)).source == "chooser"
+            answers.heard.clear()
+            heard.heard.clear()
+        for bus in (chooser, router):
+            await bus.barrier()
+            assert bus.counters.permission_errors == 0
 
-        async def choose(asked: AnyMessage) -> RouteAnswered:
-            return RouteAnswered(ask_id=asked.key, prefill_id="p0", decode_id="d0")
 
-        await chooser.respond(subjects.of_kind(RouteAsked), choose)
-        asked = RouteAsked(ask_id=fresh(), request_id="r", model="m", prompt_bytes=1, engines=[], deadline_ms=50.0)
-        for _ in range(3):
-            answer = await router.request(asked, "policy", timeout_s=5)
-            assert (type(answer), answer.source) == (RouteAnswered, "chooser")
+async def test_a_guest_cannot_hear_what_others_are_asked_or_speak_for_them(world: World) -> None:
+    async with world.bus("chooser") as chooser, world.bus("rival") as rival, world.bus("router-0") as router:
+        for subject in (
+            subjects.of_kind(RouteAsked),
+            subjects.of_kind(RouteAsked, to="chooser"),
+            subjects.everything(),
+        ):
+            with pytest.raises(BusError):
+                await rival.subscribe(subject, Ears())
+                await rival.barrier()
+        forged = RouteAnswered(ask_id=fresh(), prefill_id="p0", decode_id="d0")
+        with pytest.raises(BusError):
+            await rival._link.publish(subjects.subject_of(forged, sender="chooser", to="router-0"), encode(forged))
+            await rival.barrier()
+        with pytest.raises(BusError):
+            await rival.publish(CancelOrdered(transfer_id=fresh(), reason="spite"), "p0")
+            await rival.barrier()
+        assert chooser.connected
+        assert router.connected
+
+
+async def test_routers_watch_the_canary_and_only_the_operator_sets_it(world: World) -> None:
+    async with world.bus("router-0") as router, world.bus("operator") as operator:
+        seen: dict[str, bytes | None] = {}
+        bucket = await router.bucket(subjects.ROUTING_BUCKET)
+        await bucket.watch(lambda key, value: seen.update({key: value}))
+        await (await operator.bucket(subjects.ROUTING_BUCKET)).put("canary", b"{}", ttl_s=60)
+        async with asyncio.timeout(5):
+            while "canary" not in seen:
+                await asyncio.sleep(0.01)
+        with pytest.raises(BusError):
+            await bucket.put("canary", b"mine", ttl_s=60)
 
 
 async def test_an_observer_sees_everything_live_and_past(world: World) -> None:

@@ -18,7 +18,7 @@ from kvbus.errors import ConfigError
 from kvbus_schemas import EngineCard, PushOrdered
 from kvbus_schemas.codec import KINDS
 
-PARTIES = parties_of(["prefill:p0", "prefill:p1:2", "decode:d0:1"], routers=2, policies=["chooser"], own_matcher=True)
+PARTIES = parties_of(["prefill:p0", "prefill:p1:2", "decode:d0:1"], routers=2, guests=["chooser"], own_matcher=True)
 
 
 def kvbus_auth(*arguments: str) -> Result:

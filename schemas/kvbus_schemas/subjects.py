@@ -15,6 +15,8 @@ DEAD_LETTERS = "kvbus.dead"
 ENGINES_BUCKET = "kvbus_engines"
 CONVERSATIONS_BUCKET = "kvbus_conversations"
 LEASES_BUCKET = "kvbus_leases"
+ROUTING_BUCKET = "kvbus_routing"
+"""What routers watch: who decides for which share of the requests."""
 TRACE_STREAM = "KVBUS"
 """The JetStream stream that captures every message: the trace, and the memory of processes that restart."""
 

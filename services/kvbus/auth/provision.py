@@ -8,6 +8,8 @@ from kvbus_schemas import subjects
 CARD_TTL_S = 6.0
 CONVERSATION_TTL_MAX_S = 3600.0
 """As `lifetime_max_s` of reuse."""
+ROUTING_TTL_MAX_S = 30 * 86_400.0
+"""As the longest canary."""
 
 
 async def provision(bus: Bus, *, storage: Storage = "file", replicas: int = 1) -> list[str]:
@@ -21,6 +23,13 @@ async def provision(bus: Bus, *, storage: Storage = "file", replicas: int = 1) -
     await bus.bucket(
         subjects.CONVERSATIONS_BUCKET, ttl_hint_s=CONVERSATION_TTL_MAX_S, storage=storage, replicas=replicas
     )
+    await bus.bucket(subjects.ROUTING_BUCKET, ttl_hint_s=ROUTING_TTL_MAX_S, storage=storage, replicas=replicas)
     await shared_secret(bus, replicas=replicas)
-    buckets = (subjects.ENGINES_BUCKET, subjects.LEASES_BUCKET, subjects.CONVERSATIONS_BUCKET, SECRETS_BUCKET)
+    buckets = (
+        subjects.ENGINES_BUCKET,
+        subjects.LEASES_BUCKET,
+        subjects.CONVERSATIONS_BUCKET,
+        subjects.ROUTING_BUCKET,
+        SECRETS_BUCKET,
+    )
     return [subjects.TRACE_STREAM, *(f"KV_{name}" for name in buckets)]

@@ -20,6 +20,7 @@ from kvbus.bus.trace import MARK_ROOT
 from kvbus.conversations_client import KEY_OF_SECRET, REUSE, SECRETS_BUCKET
 from kvbus.engine.facts import MATCHER
 from kvbus_schemas import (
+    EVERYONE,
     BlocksReady,
     BlocksRegistered,
     BlocksRemoved,
@@ -50,7 +51,7 @@ from kvbus_schemas import (
     subjects,
 )
 
-Role = Literal["prefill", "decode", "matcher", "reuse", "router", "policy", "observer", "operator"]
+Role = Literal["prefill", "decode", "matcher", "reuse", "router", "guest", "observer", "operator"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 RANKS_MAX = 64
@@ -67,9 +68,16 @@ SAYS: dict[Role, tuple[type[Message], ...]] = {
     "matcher": (PushOrdered, BlocksUnavailable, CancelOrdered),
     "reuse": (ReuseAnswered, ReuseReleased),
     "router": (
-        RouteDecided, RequestServed, RouteAsked, CancelOrdered, ReuseAsked, ReuseReleased, CacheAsked, PromptMapped,
+        RouteDecided,
+        RequestServed,
+        RouteAsked,
+        CancelOrdered,
+        ReuseAsked,
+        ReuseReleased,
+        CacheAsked,
+        PromptMapped,
     ),
-    "policy": (RouteAnswered,),
+    "guest": (RouteAnswered,),
     "observer": (),
     "operator": (DrainOrdered,),
 }
@@ -85,7 +93,7 @@ _LISTS_ALL = ("matcher", "reuse", "observer")
 _BUCKETS: dict[Role, tuple[str, ...]] = {
     "matcher": (subjects.LEASES_BUCKET,),
     "reuse": (subjects.LEASES_BUCKET, subjects.CONVERSATIONS_BUCKET),
-    "router": (SECRETS_BUCKET,),
+    "router": (SECRETS_BUCKET, subjects.ROUTING_BUCKET),
 }
 """Buckets beside the engines' cards, which everybody watches."""
 
@@ -131,9 +139,7 @@ def permissions_of(party: Party) -> Permissions:
     publish += [subjects.dead_letters_of(name) for name in party.names]
     publish += _jetstream(party) + _keys(party)
     subscribe = [*_heard(party), *(f"_INBOX_{name}.>" for name in party.names)]
-    return Permissions(
-        publish=_unique(publish), subscribe=_unique(subscribe), responses=party.role in ("reuse", "policy")
-    )
+    return Permissions(publish=_unique(publish), subscribe=_unique(subscribe), responses=party.role == "reuse")
 
 
 def _operator(party: Party) -> Permissions:
@@ -166,20 +172,22 @@ def _heard(party: Party) -> list[str]:
         case "router":
             cache = f"{subjects.ROOT}.cache.>"
             return [subjects.addressed_to(party.name), subjects.of_kind(LoadReported), cache]
-        case "policy":
-            return [subjects.of_kind(RouteAsked), subjects.of_kind(LoadReported), f"{subjects.ROOT}.cache.>"]
+        case "guest":
+            asked = [subjects.of_kind(RouteAsked, to=to) for to in (party.name, EVERYONE)]
+            return [*asked, subjects.of_kind(LoadReported), f"{subjects.ROOT}.cache.>"]
         case "observer" | "operator":
             return [subjects.everything(), f"{subjects.DEAD_LETTERS}.>"]
 
 
 def _jetstream(party: Party) -> list[str]:
-    """Facts about streams, reads, and a watch on the engines' cards: no stream is made, changed or deleted."""
+    """Facts about streams, reads, and watches (engines' cards; routers: who decides): no stream is made, changed or deleted."""
     cards = f"KV_{subjects.ENGINES_BUCKET}"
+    watched = (subjects.ENGINES_BUCKET, *((subjects.ROUTING_BUCKET,) if party.role == "router" else ()))
     buckets = [f"KV_{name}" for name in _BUCKETS.get(party.role, ())]
     allowed = [f"$JS.API.STREAM.INFO.{stream}" for stream in (subjects.TRACE_STREAM, cards, *buckets)]
     allowed += [f"$JS.API.DIRECT.GET.{stream}" for stream in buckets]
-    allowed += [f"$JS.API.CONSUMER.CREATE.{cards}.*.$KV.{subjects.ENGINES_BUCKET}.>"]
-    allowed += [f"$JS.API.CONSUMER.DELETE.{cards}.*"]
+    for name in watched:
+        allowed += [f"$JS.API.CONSUMER.CREATE.KV_{name}.*.$KV.{name}.>", f"$JS.API.CONSUMER.DELETE.KV_{name}.*"]
     if party.role in _LISTS_ALL:
         allowed += [f"$JS.API.DIRECT.GET.{stream}" for stream in (subjects.TRACE_STREAM, cards)]
         allowed += [f"{MARK_ROOT}.{party.name}.*"]
@@ -199,7 +207,7 @@ def _keys(party: Party) -> list[str]:
             return [f"{leases}.{HEARD_KEY}", f"$KV.{subjects.CONVERSATIONS_BUCKET}.*"]
         case "router":
             return [f"$KV.{SECRETS_BUCKET}.{KEY_OF_SECRET}"]
-        case "policy" | "observer" | "operator":
+        case "guest" | "observer" | "operator":
             return []
 
 

@@ -35,7 +35,7 @@ def parties_of(
     matchers: int = 1,
     reuse: int = 1,
     observers: int = 1,
-    policies: Sequence[str] = (),
+    guests: Sequence[str] = (),
     partitions: int = 1,
     own_matcher: bool = False,
 ) -> list[Party]:
@@ -45,7 +45,7 @@ def parties_of(
     parties += [Party(name=f"router-{number}", role="router") for number in range(routers)]
     parties += [Party(name=f"matcher-{number}", role="matcher", partitions=partitions) for number in range(matchers)]
     parties += [Party(name=f"reuse-{number}", role="reuse") for number in range(reuse)]
-    parties += [Party(name=name, role="policy") for name in policies]
+    parties += [Party(name=name, role="guest") for name in guests]
     parties += [
         Party(name=f"{OBSERVER}-{number}" if number else OBSERVER, role="observer") for number in range(observers)
     ]

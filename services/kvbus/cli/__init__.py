@@ -12,6 +12,7 @@ from kvbus.errors import ConfigError, KvbusError
 
 COMMANDS = (
     "router",
+    "route",
     "matcher",
     "reuse",
     "observer",

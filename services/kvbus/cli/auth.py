@@ -40,7 +40,7 @@ def init(  # one parameter per option
     matchers: Annotated[int, typer.Option(min=0)] = 1,
     reuse: Annotated[int, typer.Option(min=0)] = 1,
     observers: Annotated[int, typer.Option(min=0)] = 1,
-    policy: Annotated[list[str] | None, typer.Option(help="Name of a policy that routers ask; repeatable.")] = None,
+    guest: Annotated[list[str] | None, typer.Option(help="Name of a router that kvbus's ask; repeatable.")] = None,
     partitions: Annotated[int, typer.Option(min=1, help="Parts that the matchers share.")] = 1,
     own_matcher: Annotated[bool, typer.Option("--own-matcher", help="Prefills pair their own transfers.")] = False,
     at: Annotated[str, typer.Option(help="DIR as the processes will see it, in containers.")] = "",
@@ -65,7 +65,7 @@ def init(  # one parameter per option
         matchers=matchers,
         reuse=reuse,
         observers=observers,
-        policies=policy or (),
+        guests=guest or (),
         partitions=partitions,
         own_matcher=own_matcher,
     )

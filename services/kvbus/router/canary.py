@@ -1,6 +1,6 @@
 """A share of all requests goes to another router or policy, for a while. Pure.
 
-It stands in one key of a JetStream bucket that every router watches, so that it is switched for all of them at once,
+It stands in one key of the bucket `subjects.ROUTING_BUCKET`, which every router watches, so that it is switched for all of them at once,
 and it has a lifetime, so that one that everybody has forgotten ends by itself.
 """
 
@@ -11,7 +11,6 @@ import msgspec
 from kvbus.errors import ConfigError
 from kvbus_schemas import subjects
 
-ROUTING_BUCKET = "kvbus_routing"
 CANARY_KEY = "canary"
 CANARY_TTL_MAX_S = 30 * 86_400.0
 _POINTS = 2**64

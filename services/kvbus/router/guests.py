@@ -18,7 +18,7 @@ from kvbus.errors import BusError, ConfigError
 from kvbus.router import policies
 from kvbus.router.asking import Asks, Heard
 from kvbus.router.bodies import Asked
-from kvbus.router.canary import CANARY_KEY, CANARY_TTL_MAX_S, ROUTING_BUCKET, Canary, decoded
+from kvbus.router.canary import CANARY_KEY, CANARY_TTL_MAX_S, Canary, decoded
 from kvbus.router.chooser import Chooser, Chosen, PolicyFailed, Situation
 from kvbus.router.core import Dispatch
 from kvbus.router.guest_metrics import GuestMetrics
@@ -71,7 +71,7 @@ class Guests:
         answers = subjects.of_kind(RouteAnswered, to=self._name)
         await bus.subscribe(answers, self._on_answer, rejected=self._on_rejected)
         try:
-            bucket = await bus.bucket(ROUTING_BUCKET, ttl_hint_s=CANARY_TTL_MAX_S, storage="file")
+            bucket = await bus.bucket(subjects.ROUTING_BUCKET, ttl_hint_s=CANARY_TTL_MAX_S, storage="file")
             await bucket.watch(self._on_canary)
         except BusError as error:
             log.warning("canary_unavailable", error=str(error), hint="run `kvbus auth init` and `provision` again")
