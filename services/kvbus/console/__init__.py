@@ -1,0 +1,1 @@
+"""`kvbus console`: one read-only page that shows the bus as it is. Everything here listens, nothing speaks."""
