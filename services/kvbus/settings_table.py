@@ -3,6 +3,7 @@
 import msgspec
 
 from kvbus.bus import BusSettings
+from kvbus.console.settings import ConsoleSettings
 from kvbus.engine.settings import EngineSettings
 from kvbus.matcher.settings import MatcherSettings
 from kvbus.reuse.settings import ReuseSettings
@@ -15,6 +16,7 @@ SECTIONS: tuple[tuple[str, str, type[msgspec.Struct]], ...] = (
     ("`kvbus engine`", "KVBUS_ENGINE_", EngineSettings),
     ("`kvbus matcher`", "KVBUS_MATCHER_", MatcherSettings),
     ("`kvbus reuse`", "KVBUS_REUSE_", ReuseSettings),
+    ("`kvbus console`", "KVBUS_CONSOLE_", ConsoleSettings),
 )
 
 

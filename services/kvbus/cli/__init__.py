@@ -18,6 +18,7 @@ COMMANDS = (
     "observer",
     "trace",
     "replay",
+    "console",
     "schema",
     "doctor",
     "engine",
