@@ -10,7 +10,7 @@ from kvbus.reuse.core import Found, Rules, Verdict, judge_ask, judge_offer, judg
 from kvbus.reuse.engines import Engines, Standing
 from kvbus.reuse.memory import Memory
 from kvbus.reuse.record import BEFORE_MAX, Record, decode, encode
-from kvbus_schemas import EngineCard, Post, ReuseAsked, ReuseOffered, ReuseReleased, ReuseWithdrawn
+from kvbus_schemas import EngineCard, Post, ReuseAnswered, ReuseAsked, ReuseOffered, ReuseReleased, ReuseWithdrawn
 from kvbus_schemas.reuse import MissReason
 
 KEY = "c" * 32
@@ -110,6 +110,18 @@ def test_a_miss_says_why_and_removes_only_what_can_never_be_had(
     assert verdict.delete is deleted
     looked = asked(found, standing, claim=False)
     assert (looked.answer, looked.delete) == (verdict.answer, False)
+
+
+def test_kv_of_another_layout_is_a_miss_and_stays_for_whoever_can_use_it() -> None:
+    held = kept(offered(replace(OFFER, compat_hash="old")))
+    for claim in (True, False):
+        question = replace(ASKED, claim=claim, compat_hash="new")
+        verdict = judge_ask(question, held, RULES, standing="live", transfer_id=TRANSFER, if_missing="new")
+        assert verdict == Verdict("incompatible", answer=ReuseAnswered(conversation=KEY, miss="incompatible"))
+    for ours, theirs in (("old", "old"), ("", "old"), ("new", "")):
+        question, held = replace(ASKED, compat_hash=ours), kept(offered(replace(OFFER, compat_hash=theirs)))
+        verdict = judge_ask(question, held, RULES, standing="live", transfer_id=TRANSFER, if_missing="new")
+        assert verdict.event == "granted"
 
 
 def test_too_few_tokens_are_released_by_whoever_finds_it_first() -> None:

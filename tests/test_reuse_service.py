@@ -207,6 +207,28 @@ async def test_of_a_hundred_claims_at_once_over_two_replicas_one_wins(engine: En
         assert len({answer.source for answer in answers}) == REPLICAS
 
 
+async def test_an_offer_can_be_claimed_as_soon_as_it_is_heard_and_still_only_once(
+    engine: Engine, router: ReuseClient
+) -> None:
+    """A turn that follows within a millisecond finds what its predecessor has left."""
+    for _ in range(50):
+        offer = engine.offer(fresh())
+        await engine.bus.publish(offer, "reuse")
+        await engine.bus.barrier()  # as a client hears of a turn's end: after its offer was sent
+        first, second = await asyncio.gather(ask(router, offer.conversation), ask(router, offer.conversation))
+        assert sorted([first.miss or "", second.miss or ""]) == ["", "claimed"]
+        await engine.bus.publish(offer, "reuse")
+        assert (await ask(router, offer.conversation)).miss == "claimed"
+    assert engine.heard == []
+
+
+async def test_kv_of_another_layout_is_incompatible_and_stays(engine: Engine, router: ReuseClient) -> None:
+    offer = await engine.offers_now(fresh(), compat_hash="old")
+    answer = await router.ask(offer.conversation, PATIENT_S, compat_hash="new")
+    assert (answer.miss, answer.grant) == ("incompatible", None)
+    assert (await router.ask(offer.conversation, PATIENT_S, compat_hash="old")).grant is not None
+
+
 async def test_a_newer_offer_replaces_the_older_one_and_its_holder_is_told(
     replicas: Replicas, engine: Engine, router: ReuseClient
 ) -> None:

@@ -106,11 +106,11 @@ async def test_a_claim_is_let_go_when_no_engine_is_left(world: World, reuse: Reu
     await held(reuse, decode, await first_turn(world, prefill, body))
     claim = world.router.reuse.claim
 
-    async def claim_as_decode_leaves(turn: Any, request_id: str) -> None:
-        await claim(turn, request_id)
+    async def claim_as_decode_leaves(turn: Any, *more: Any) -> None:
+        await claim(turn, *more)
         world.router.fleet.card_gone("d", 0.0)
 
-    world.router.reuse.claim = claim_as_decode_leaves  # type: ignore[method-assign]
+    world.router.reuse.claim = claim_as_decode_leaves  # type: ignore[method-assign,assignment]
     async with world.post(body) as response:
         assert response.status == 503
     assert len(await until(lambda: world.said(ReuseReleased))) == 1

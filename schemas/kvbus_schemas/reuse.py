@@ -43,6 +43,8 @@ class ReuseAsked(_ReuseMessage, frozen=True, kw_only=True):
 
     request_id: str = ""
     claim: bool = True
+    compat_hash: str = ""
+    """Of the prefills that could take the KV, if they agree: what does not fit is a miss `incompatible`, and stays."""
 
 
 class ReuseAnswered(_ReuseMessage, frozen=True, kw_only=True):

@@ -34,19 +34,26 @@ class ReuseClient:
         self._open: set[asyncio.Task[ReuseAnswered]] = set()
 
     async def ask(
-        self, conversation: str, timeout_s: float = 0.05, *, claim: bool = True, request_id: str = ""
+        self,
+        conversation: str,
+        timeout_s: float = 0.05,
+        *,
+        claim: bool = True,
+        request_id: str = "",
+        compat_hash: str = "",
     ) -> ReuseAnswered:
         """The grant of `conversation`, or why there is none. Never raises (but for the caller's own cancellation) and
         never takes longer than `timeout_s`: what is not answered by then is a miss `unavailable`.
 
         With `claim` the offer is taken and nobody else gets it; without, the grant has no transfer id and no chain.
+        KV of another layout than `compat_hash` is left where it is, unless that is empty.
         A question that was on its way when NATS went may still claim when NATS is back; that is let go like any other
         answer that comes too late.
         """
         bus = self.bus
         if bus is None or not bus.connected:
             return _unavailable(conversation)
-        asked = ReuseAsked(conversation=conversation, request_id=request_id, claim=claim)
+        asked = ReuseAsked(conversation=conversation, request_id=request_id, claim=claim, compat_hash=compat_hash)
         task = asyncio.create_task(self._request(bus, asked), name="reuse-ask")
         self._open.add(task)
         in_time = False

@@ -35,6 +35,8 @@ class Claim:
     outcome: str = ""
     taken: int = 0
     """Tokens that were taken over."""
+    why: str = "not_needed"
+    """The reason to give if it is not used: prefill has it, or nearly all of it, in its own cache."""
 
 
 class ReuseSide:
@@ -130,9 +132,11 @@ class ReuseSide:
             return
         tokens = request.prompt_token_ids
         common = tokens_in_common(grant.conversation, grant.chain, grant.token_count, grant.block_size, tokens)
+        claim = self.claims[request.request_id] = Claim(grant, min(common, len(tokens) - 1))
         if grant.block_size != self.identity.block_size or not _plain(request):
-            common = 0
-        self.claims[request.request_id] = Claim(grant, min(common, len(tokens) - 1))
+            claim.common, claim.why = 0, "incompatible"
+        elif claim.common < self.settings.reuse_min_tokens:
+            claim.why = "changed" if len(tokens) > self.settings.reuse_min_tokens else "too_short"
 
     def gain(self, request_id: str, computed: int) -> int:
         """Tokens beyond `computed` that taking the offer would save; 0 when it is not worth a transfer."""
@@ -140,7 +144,16 @@ class ReuseSide:
         if claim is None or claim.outcome:
             return 0
         gain = claim.common - computed
-        return gain if gain >= self.settings.reuse_min_tokens and self.link.connected else 0
+        if gain < self.settings.reuse_min_tokens:
+            return 0
+        if not self.link.connected:
+            claim.why = "unavailable"
+            return 0
+        return gain
+
+    def holder_gone(self, request_id: str) -> None:
+        """Whoever holds the offer is not on the bus any more."""
+        self.claims[request_id].why = "engine_gone"
 
     def asked(self, request_id: str, external: int) -> Claim:
         """The claim is being used, for `external` tokens."""
@@ -156,11 +169,13 @@ class ReuseSide:
         claim.outcome = "hit" if completed else "unavailable"
         claim.taken = claim.taken if completed else 0
 
-    def let_go(self, request_id: str, reason: str) -> None:
-        """The claim is not used (or not needed): its holder may free at once. Said at most once."""
+    def let_go(self, request_id: str, reason: str = "") -> None:
+        """The claim is not used: its holder may free at once. Said at most once; without a `reason`, the one that
+        was found."""
         claim = self.claims.get(request_id)
         if claim is None or claim.outcome:
             return
+        reason = reason or claim.why
         claim.outcome = reason
         released = ReuseReleased(
             conversation=claim.grant.conversation,

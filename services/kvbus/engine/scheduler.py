@@ -125,7 +125,7 @@ class SchedulerSide:
             if external > 0:
                 self._take_back(request, known.ticket, block_ids, external, now_s)
             else:
-                self.reuse.let_go(request.request_id, "not needed")
+                self.reuse.let_go(request.request_id)
         elif external > 0:
             self._register(request, known, block_ids, external, now_s)
         elif not self.consumer.knows(known.key):
@@ -191,7 +191,7 @@ class SchedulerSide:
         if known.ticket.role == "consume":
             self._consumer_finished(request, known, block_ids, now_s, ok=ok)
             return False
-        self.reuse.let_go(request.request_id, "the request has ended")
+        self.reuse.let_go(request.request_id, "request_ended")
         if self.producer.transfer_of(request.request_id) is None:
             self._never_computed(known)
             return False
@@ -258,6 +258,7 @@ class SchedulerSide:
             return 0
         grant = claim.grant
         if self.peers.card(grant.holder_id, grant.holder_incarnation) is None:
+            self.reuse.holder_gone(request.request_id)
             return 0
         return self.reuse.gain(request.request_id, computed)
 

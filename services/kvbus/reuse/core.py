@@ -14,12 +14,17 @@ holds across any number of processes and restarts.
     held             ReuseAsked, holder gone      (key deleted)         miss engine_gone
     held             ReuseAsked, too short        over: too_short       miss, ReuseReleased(too_short) -> holder
     held             ReuseAsked, not to claim     -                     the grant, without transfer id and chain
+    held             ReuseAsked, other KV layout  -                     miss incompatible
     over             ReuseAsked                   -                     miss, with the reason
     held             ReuseWithdrawn of it         over: withdrawn, ...  -
     nothing          ReuseWithdrawn               over, for a moment    - (its offer may be on its way)
 
 A claim writes `over` instead of deleting the key: a repeat of the same offer, heard by another process or after a
 restart, would otherwise be stored and claimed again. No write makes an offer live longer.
+
+A turn may follow within milliseconds of the last one's end, while the last one's offer is still on its way into the
+bucket. So every process hears every offer, and whoever is asked takes what it has heard as if it were there (`newest`):
+the claim's compare-and-set then writes offer and claim in one, and whoever comes to store the offer finds it known.
 """
 
 import math
@@ -153,7 +158,28 @@ def judge_withdrawal(message: ReuseWithdrawn, found: Found | None) -> Verdict:
     return Verdict(message.reason, write=record.is_over(reason, found.key_left_s))
 
 
-def judge_ask(
+def newest(
+    found: Found | None,
+    announced: ReuseOffered | None,
+    rules: Rules,
+    *,
+    standing: Standing,
+    old_is_live: bool,
+    age_s: float,
+) -> tuple[Found | None, tuple[Post, ...]]:
+    """What the bucket is about to have: `found`, or `announced` (heard `age_s` ago) where that is newer; and what is
+    to be said once it has been written. `standing` is the announcing engine's, `old_is_live` says whether the holder of
+    `found` lives."""
+    if announced is None:
+        return found, ()
+    verdict = judge_offer(announced, found, rules, standing=standing, old_is_live=old_is_live, age_s=age_s)
+    if verdict.write is None:
+        return found, ()
+    record = verdict.write
+    return Found(record, found.revision if found else 0, record.lifetime_s + record.slack_s), verdict.posts
+
+
+def judge_ask(  # noqa: PLR0911  (one for each reason)
     asked: ReuseAsked,
     found: Found | None,
     rules: Rules,
@@ -173,6 +199,8 @@ def judge_ask(
         return _miss(asked, reason)
     if standing != "live":
         return _miss(asked, "engine_gone", delete=asked.claim and standing == "gone")
+    if asked.compat_hash and record.compat_hash and asked.compat_hash != record.compat_hash:
+        return _miss(asked, "incompatible")
     if record.token_count < rules.min_tokens:
         return _too_short(asked, record, found)
     answer = ReuseAnswered(

@@ -31,6 +31,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_count: int = 0
     block_size: int = 0
     chain: list[bytes] = []
+    compat_hash: str = ""
     lifetime_s: float
     """Seconds from the moment when this was written to the offer's end."""
     over: MissReason | None = None
@@ -56,7 +57,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def is_over(self, reason: MissReason, lifetime_s: float) -> "Record":
         """This record once its offer is gone, for `lifetime_s` more seconds."""
-        return msgspec.structs.replace(self, over=reason, chain=[], lifetime_s=lifetime_s)
+        return msgspec.structs.replace(self, over=reason, chain=[], compat_hash="", lifetime_s=lifetime_s)
 
     def history(self, engine_id: str, incarnation: str) -> list[Spoken]:
         """`before` of a record that replaces this one with an offer of that engine."""
@@ -74,6 +75,7 @@ def record_of(offer: ReuseOffered, lifetime_s: float, before: list[Spoken]) -> R
         token_count=offer.token_count,
         block_size=offer.block_size,
         chain=offer.chain,
+        compat_hash=offer.compat_hash,
         lifetime_s=lifetime_s,
         before=before,
     )

@@ -3,6 +3,7 @@
 import contextlib
 import secrets
 from collections import Counter
+from dataclasses import replace
 from time import monotonic
 
 import structlog
@@ -10,7 +11,18 @@ import structlog
 from kvbus.bus import Bucket, Bus
 from kvbus.conversations_client import REUSE
 from kvbus.errors import BusError
-from kvbus.reuse.core import WHY_WITHDRAWN, Found, Verdict, flaw_of, is_key, judge_ask, judge_offer, judge_withdrawal
+from kvbus.reuse.announced import Announced
+from kvbus.reuse.core import (
+    WHY_WITHDRAWN,
+    Found,
+    Verdict,
+    flaw_of,
+    is_key,
+    judge_ask,
+    judge_offer,
+    judge_withdrawal,
+    newest,
+)
 from kvbus.reuse.engines import Engines, Standing
 from kvbus.reuse.memory import Memory
 from kvbus.reuse.past import deaf_s, heard_before, note_listening
@@ -49,6 +61,7 @@ class ReuseService:
         self._settings = settings
         self._rules = settings.rules
         self._memory = Memory(settings.memory_max)
+        self._announced = Announced()
         self._reconnects = bus.counters.reconnects
         self._store: Store
         self._bucket: Bucket
@@ -73,6 +86,7 @@ class ReuseService:
         engines = await self._bus.bucket(subjects.ENGINES_BUCKET)
         await engines.watch(self._on_card)
         await self._bus.subscribe(subjects.of_kind(ReuseWithdrawn), self._remember)
+        await self._bus.subscribe(subjects.of_kind(ReuseOffered, to=REUSE), self._announce)
         for _ in range(settings.lanes):
             for kind in (ReuseOffered, ReuseWithdrawn):
                 await self._bus.subscribe(subjects.of_kind(kind, to=REUSE), self._on_fact, queue=REUSE)
@@ -140,6 +154,11 @@ class ReuseService:
         if isinstance(message, ReuseWithdrawn) and not flaw_of(message):
             self._memory.note(message.conversation, WHY_WITHDRAWN[message.reason])
 
+    def _announce(self, message: AnyMessage) -> None:
+        """Every process hears every offer, so that any can grant it before it is stored."""
+        if isinstance(message, ReuseOffered) and not flaw_of(message):
+            self._announced.note(message, monotonic())
+
     # Questions
 
     async def _on_ask(self, asked: AnyMessage) -> ReuseAnswered | None:
@@ -162,17 +181,28 @@ class ReuseService:
 
     async def _settle_ask(self, asked: ReuseAsked) -> Verdict | None:
         transfer_id = secrets.token_hex(TRANSFER_ID_BYTES)
-        return await self._store.settle(
-            asked.conversation,
-            lambda found: judge_ask(
+
+        def judge(found: Found | None) -> Verdict:
+            there, posts = self._newest(asked.conversation, found)
+            verdict = judge_ask(
                 asked,
-                found,
+                there,
                 self._rules,
-                standing=self._holder_standing(found),
+                standing=self._holder_standing(there),
                 transfer_id=transfer_id,
                 if_missing=self._memory.why_missing(asked.conversation),
-            ),
-        )
+            )
+            return replace(verdict, posts=posts + verdict.posts) if verdict.write else verdict
+
+        return await self._store.settle(asked.conversation, judge)
+
+    def _newest(self, conversation: str, found: Found | None) -> tuple[Found | None, tuple[Post, ...]]:
+        """What was found, or what has been announced since."""
+        now_s = monotonic()
+        age_s, offer = self._announced.of(conversation, now_s)
+        standing = self.engines.standing(offer.engine_id, offer.incarnation, now_s) if offer else "unknown"
+        old_is_live = self._holder_standing(found) == "live"
+        return newest(found, offer, self._rules, standing=standing, old_is_live=old_is_live, age_s=age_s)
 
     # Steps
 

@@ -1,14 +1,26 @@
 """Conversations, as one router knows them: keys of requests, and claims on the bus."""
 
+import asyncio
+from collections.abc import Iterable
+from time import monotonic
+
 from kvbus.bus import Bus
 from kvbus.conversations import key_of_request
 from kvbus.conversations_client import GIVEN_SECRET_BYTES_MIN, ReuseClient, shared_secret
 from kvbus.errors import ConfigError
 from kvbus.router.bodies import Asked
 from kvbus.router.door import Door
+from kvbus.router.due import Due
+from kvbus.router.fleet import Engine
 from kvbus.router.http import Headers
 from kvbus.router.settings import RouterSettings
-from kvbus.router.turn import Turn
+from kvbus.router.turn import REUSING_MODES, Turn
+from kvbus_schemas import Mode
+
+AGAIN_S = 0.003
+"""How long after a miss the offer of a turn that has just ended is asked for once more."""
+FINAL = ("unavailable", "incompatible")
+"""Misses that no offer can change."""
 
 
 class Reuse:
@@ -21,6 +33,7 @@ class Reuse:
         self._client = ReuseClient()
         self._secret = b""
         self._door = door
+        self._due = Due()
 
     async def joined(self, bus: Bus) -> None:
         """The router is on the bus. Raises BusError."""
@@ -47,10 +60,34 @@ class Reuse:
         found = key_of_request(scope, asked.model, asked.members, headers, self._secret, by_messages=by_messages)
         return Turn(found[1] if found else "")
 
-    async def claim(self, turn: Turn, request_id: str) -> None:
-        """Ask for the conversation's blocks; takes at most `reuse_ask_ms`, and never raises."""
-        timeout_s = self._settings.reuse_ask_ms / 1000.0
-        turn.answered(await self._client.ask(turn.conversation, timeout_s, request_id=request_id))
+    async def claim(self, turn: Turn, request_id: str, prefills: Iterable[Engine] = ()) -> None:
+        """Ask for the conversation's blocks, for one of `prefills`; takes at most `reuse_ask_ms`, and never raises.
+
+        A turn may come within milliseconds of the last one's end, before its offer is known: then it is asked again.
+        """
+        layouts = {engine.compat_hash for engine in prefills}
+        layout = layouts.pop() if len(layouts) == 1 else ""
+        end_s = monotonic() + self._settings.reuse_ask_ms / 1000.0
+        while True:
+            left_s = end_s - monotonic()
+            answer = await self._client.ask(
+                turn.conversation, max(0.0, left_s), request_id=request_id, compat_hash=layout
+            )
+            turn.answered(answer)
+            if answer.miss is None or answer.miss in FINAL or not self._worth_asking(turn, end_s - AGAIN_S):
+                break
+            await asyncio.sleep(AGAIN_S)
+        if turn.is_open:
+            self._due.taken(turn.conversation)
+
+    def ended(self, turn: Turn, mode: Mode) -> None:
+        """A turn has been answered in full: the next one may come at once."""
+        if turn.conversation and mode in REUSING_MODES:
+            self._due.ended(turn.conversation, monotonic())
+
+    def _worth_asking(self, turn: Turn, until_s: float) -> bool:
+        now_s = monotonic()
+        return now_s < until_s and self._due.expects(turn.conversation, now_s)
 
     async def close(self) -> None:
         """Wait for no more answers."""

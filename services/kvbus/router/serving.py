@@ -89,7 +89,8 @@ class Serving:
     async def _attempt(self, attempt: int) -> bool:
         """One dispatch. False: another one is wanted."""
         if attempt == 1 and self._turn.conversation and self._may_split():
-            await self._parts.reuse.claim(self._turn, self.identity.request_id)
+            prefills = self._parts.chooser.fleet.alive("prefill", static=False)
+            await self._parts.reuse.claim(self._turn, self.identity.request_id, prefills)
         dispatch, decided_us = await self._new_dispatch(attempt)
         self.dispatch = dispatch
         await self._parts.post((*self._bind(dispatch), dispatch.decided(decided_us)))
@@ -239,6 +240,7 @@ class Serving:
         try:
             await self._answer.pass_on(dispatch, self._legs.exchanges["decode"])
             dispatch.ended()
+            self._parts.reuse.ended(self._turn, dispatch.mode)
         except LegError as error:
             self._legs.engine_failed(dispatch, "decode")
             await self._obey(dispatch, dispatch.failed("decode", str(error)))
