@@ -28,6 +28,7 @@ COMMANDS = (
     "bench",
     "sim",
     "auth",
+    "chaos",
 )
 
 app = typer.Typer(
