@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from tests.auth_world import PARTIES, Ears, World, announce, running, secured
+from tests.router_world import until
 
 from kvbus.auth.conf import TlsFiles
 from kvbus.auth.provision import provision
@@ -28,10 +29,8 @@ from kvbus.process import NAME_ENV, process_name
 from kvbus.reuse import main as reuse
 from kvbus.reuse.settings import ReuseSettings
 from kvbus_schemas import (
-    AnyMessage,
     BlocksReady,
     BlocksRegistered,
-    CancelOrdered,
     LoadReported,
     PushDone,
     PushOrdered,
@@ -146,25 +145,21 @@ async def test_a_guest_hears_what_is_for_it_or_for_all_and_answers_in_its_own_na
             assert bus.counters.permission_errors == 0
 
 
-async def test_a_guest_cannot_hear_what_others_are_asked_or_speak_for_them(world: World) -> None:
-    async with world.bus("chooser") as chooser, world.bus("rival") as rival, world.bus("router-0") as router:
-        for subject in (
-            subjects.of_kind(RouteAsked),
-            subjects.of_kind(RouteAsked, to="chooser"),
-            subjects.everything(),
-        ):
-            with pytest.raises(BusError):
-                await rival.subscribe(subject, Ears())
-                await rival.barrier()
+@pytest.mark.parametrize(
+    "subject", [subjects.of_kind(RouteAsked), subjects.of_kind(RouteAsked, to="chooser"), subjects.everything()]
+)
+async def test_a_guest_cannot_hear_what_others_are_asked(world: World, subject: str) -> None:
+    async with world.bus("rival") as rival:
+        with pytest.raises(BusError, match="subscribe"):
+            await rival.subscribe(subject, Ears())
+
+
+async def test_a_guest_answers_for_nobody_else(world: World) -> None:
+    async with world.bus("rival") as rival:
         forged = RouteAnswered(ask_id=fresh(), prefill_id="p0", decode_id="d0")
-        with pytest.raises(BusError):
-            await rival._link.publish(subjects.subject_of(forged, sender="chooser", to="router-0"), encode(forged))
+        await rival._link.publish(subjects.subject_of(forged, sender="chooser", to="router-0"), encode(forged))
+        with pytest.raises(BusError, match="publish"):
             await rival.barrier()
-        with pytest.raises(BusError):
-            await rival.publish(CancelOrdered(transfer_id=fresh(), reason="spite"), "p0")
-            await rival.barrier()
-        assert chooser.connected
-        assert router.connected
 
 
 async def test_routers_watch_the_canary_and_only_the_operator_sets_it(world: World) -> None:
@@ -173,9 +168,7 @@ async def test_routers_watch_the_canary_and_only_the_operator_sets_it(world: Wor
         bucket = await router.bucket(subjects.ROUTING_BUCKET)
         await bucket.watch(lambda key, value: seen.update({key: value}))
         await (await operator.bucket(subjects.ROUTING_BUCKET)).put("canary", b"{}", ttl_s=60)
-        async with asyncio.timeout(5):
-            while "canary" not in seen:
-                await asyncio.sleep(0.01)
+        await until(lambda: "canary" in seen)
         with pytest.raises(BusError):
             await bucket.put("canary", b"mine", ttl_s=60)
 

@@ -180,7 +180,8 @@ def _heard(party: Party) -> list[str]:
 
 
 def _jetstream(party: Party) -> list[str]:
-    """Facts about streams, reads, and watches (engines' cards; routers: who decides): no stream is made, changed or deleted."""
+    """Facts about streams, reads, and watches, on the engines' cards and for routers on who decides: no stream is
+    made, changed or deleted."""
     cards = f"KV_{subjects.ENGINES_BUCKET}"
     watched = (subjects.ENGINES_BUCKET, *((subjects.ROUTING_BUCKET,) if party.role == "router" else ()))
     buckets = [f"KV_{name}" for name in _BUCKETS.get(party.role, ())]

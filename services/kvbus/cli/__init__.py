@@ -13,6 +13,7 @@ from kvbus.errors import ConfigError, KvbusError
 COMMANDS = (
     "router",
     "route",
+    "conformance",
     "matcher",
     "reuse",
     "observer",

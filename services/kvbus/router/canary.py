@@ -1,7 +1,7 @@
 """A share of all requests goes to another router or policy, for a while. Pure.
 
-It stands in one key of the bucket `subjects.ROUTING_BUCKET`, which every router watches, so that it is switched for all of them at once,
-and it has a lifetime, so that one that everybody has forgotten ends by itself.
+It stands in one key of the bucket `subjects.ROUTING_BUCKET`, which every router watches, so that it is switched for
+all of them at once; and it has a lifetime, so that one that everybody has forgotten ends by itself.
 """
 
 import hashlib
