@@ -242,7 +242,7 @@ async def test_metrics_count_what_was_served(world: World) -> None:
         'kvbus_router_cancels_total{reason="decode_refused"} 2.0',
         'kvbus_router_engines{role="decode"} 1.0',
         "kvbus_router_requests_in_flight 0.0",
-        "kvbus_router_bus_connected 1.0",
-        'kvbus_reuse_total{reason="disabled",result="miss"} 2.0',
+        "kvbus_bus_connected 1.0",
+        'kvbus_router_reuse_total{reason="disabled",result="miss"} 2.0',
     ):
         assert line in text

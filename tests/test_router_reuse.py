@@ -62,9 +62,9 @@ async def test_the_next_turn_takes_its_blocks_along_and_the_answer_says_so(world
     assert {served.conversation for served in world.said(RequestServed)} == {key}
     assert not world.said(ReuseReleased)
     text = await metrics(world)
-    assert 'kvbus_reuse_total{reason="",result="hit"} 1.0' in text
-    assert 'kvbus_reuse_total{reason="new",result="miss"} 1.0' in text
-    assert f"kvbus_reuse_tokens_total {HELD}.0" in text
+    assert 'kvbus_router_reuse_total{reason="",result="hit"} 1.0' in text
+    assert 'kvbus_router_reuse_total{reason="new",result="miss"} 1.0' in text
+    assert f"kvbus_router_reuse_tokens_total {HELD}.0" in text
 
 
 async def metrics(world: World) -> str:
@@ -77,7 +77,7 @@ async def test_held_blocks_are_a_metric(world: World, reuse: ReuseService) -> No
     _, decode = await trio(world)
     await decode.report(running=0, held_blocks=7)
     await until(lambda: world.router.fleet.engines["d"].load)
-    assert 'kvbus_held_blocks{engine="d"} 7.0' in await metrics(world)
+    assert 'kvbus_router_held_blocks{engine="d"} 7.0' in await metrics(world)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from kvbus.bus import BusSettings
 from kvbus.console.settings import ConsoleSettings
 from kvbus.engine.settings import EngineSettings
 from kvbus.matcher.settings import MatcherSettings
+from kvbus.observer.settings import ObserverSettings
 from kvbus.reuse.settings import ReuseSettings
 from kvbus.router.settings import RouterSettings
 from kvbus_schemas.docs import field_docs
@@ -16,6 +17,7 @@ SECTIONS: tuple[tuple[str, str, type[msgspec.Struct]], ...] = (
     ("`kvbus engine`", "KVBUS_ENGINE_", EngineSettings),
     ("`kvbus matcher`", "KVBUS_MATCHER_", MatcherSettings),
     ("`kvbus reuse`", "KVBUS_REUSE_", ReuseSettings),
+    ("`kvbus observer`", "KVBUS_OBSERVER_", ObserverSettings),
     ("`kvbus console`", "KVBUS_CONSOLE_", ConsoleSettings),
 )
 

@@ -33,6 +33,7 @@ def up(
     secure: Annotated[
         bool, typer.Option("--secure", help="keys and permissions on NATS, one for each process")
     ] = False,
+    metrics: Annotated[bool, typer.Option("--metrics", help="/metrics on every process, and an observer")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON line when everything is ready")] = False,
 ) -> None:
     """Start nats-server, matcher, router and engines, and leave them running. Ctrl-C stops all of it.
@@ -52,6 +53,7 @@ def up(
         nats=nats,
         work_dir=work_dir,
         secure=secure,
+        metrics=metrics,
         engine_arguments=list(context.args),
     )
     process.configure_logging()
@@ -76,6 +78,8 @@ async def _run(options: "FleetOptions", as_json: bool, stopping: asyncio.Event) 
             print(fleet.ready_line(), flush=True)
         else:
             print(f"try: curl {fleet.base_url}/v1/models, kvbus trace tail --nats {fleet.nats_url}", file=sys.stderr)
+            for name, url in sorted(fleet.metrics_urls.items() if fleet.options.metrics else ()):
+                print(f"metrics of {name}: {url}", file=sys.stderr)
             if fleet.access.directory is not None:
                 print(f"after: set -a; . {fleet.access.directory}/observer.env", file=sys.stderr)
         while True:

@@ -68,6 +68,8 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     matchers: int = 1
     reuse: int = 1
     """Reuse processes."""
+    metrics: bool = False
+    """Matchers and reuse processes serve /metrics, and there is an observer."""
     routers: int = 1
     secure: bool = False
     """Everybody has a key of its own, in `work_dir`/auth, and NATS lets it say only what is its own."""
@@ -95,7 +97,10 @@ class Fleet:
         self.matchers: list[Child] = []
         self.reuses: list[Child] = []
         self.routers: list[Child] = []
+        self.observers: list[Child] = []
         self.router_ports: list[int] = []
+        self.metrics_urls: dict[str, str] = {}
+        """By process: where Prometheus may ask. Filled with `metrics`."""
         self.plain_url = ""
         self.model = options.model
         self.log_dir = options.work_dir / "logs"
@@ -114,12 +119,14 @@ class Fleet:
             for e in self.engines
             if e.role != "plain"
         ]
-        line = {"base_url": self.base_url, "nats_url": self.nats_url, "engines": engines}
+        line: dict[str, object] = {"base_url": self.base_url, "nats_url": self.nats_url, "engines": engines}
+        if self.options.metrics:
+            line["metrics"] = self.metrics_urls
         return msgspec.json.encode(line).decode()
 
     def children(self) -> list[Child]:
         """Everything that runs, in the order of its start."""
-        return [*self.matchers, *self.reuses, *(e.child for e in self.engines), *self.routers]
+        return [*self.matchers, *self.reuses, *(e.child for e in self.engines), *self.routers, *self.observers]
 
     async def start(self) -> None:
         """Start all, in order; return when the router has an engine of each role. Raises on the first failure."""
@@ -141,15 +148,19 @@ class Fleet:
             self._start_plain()
         for number in range(self.options.routers):
             self.start_router(number)
+        if self.options.metrics:
+            self._start_observer()
         await self._until_ready()
 
     def start_matcher(self, number: int) -> Child:
-        child = self._child(f"matcher-{number}", "matcher", "--nats", self.nats_url)
+        name = f"matcher-{number}"
+        child = self._child(name, "matcher", "--nats", self.nats_url, *self._metrics_arguments(name))
         self.matchers.append(child)
         return child
 
     def start_reuse(self, number: int) -> Child:
-        child = self._child(f"reuse-{number}", "reuse", "--nats", self.nats_url)
+        name = f"reuse-{number}"
+        child = self._child(name, "reuse", "--nats", self.nats_url, *self._metrics_arguments(name))
         self.reuses.append(child)
         return child
 
@@ -158,6 +169,7 @@ class Fleet:
         self.router_ports.append(port)
         command = ["router", "--nats", self.nats_url, "--port", str(port), *self.options.router_arguments]
         child = self._child(f"router-{number}", *command)
+        self.metrics_urls[f"router-{number}"] = f"http://127.0.0.1:{port}/metrics"
         self.routers.append(child)
         return child
 
@@ -174,7 +186,20 @@ class Fleet:
             engine_id=engine_id, role=role, url=f"http://127.0.0.1:{port}", child=self._child(engine_id, *command)
         )
         self.engines.append(engine)
+        self.metrics_urls[engine_id] = f"{engine.url}/metrics"
         return engine
+
+    def _start_observer(self) -> None:
+        name = "observer"
+        self.observers.append(self._child(name, name, "--nats", self.nats_url, *self._metrics_arguments(name)))
+
+    def _metrics_arguments(self, name: str) -> list[str]:
+        """For a process that has no page unless it is told to."""
+        if not self.options.metrics:
+            return []
+        port = free_port()
+        self.metrics_urls[name] = f"http://127.0.0.1:{port}/metrics"
+        return ["--metrics-port", str(port)]
 
     def engine(self, engine_id: str) -> EngineProcess:
         return next(engine for engine in self.engines if engine.engine_id == engine_id)
@@ -191,7 +216,7 @@ class Fleet:
         """Routers finish their streams first, then engines, reuse processes, matchers and the server."""
         if self.bus is not None:
             await self.bus.close()
-        for children in (self.routers, [e.child for e in self.engines], self.reuses, self.matchers):
+        for children in (self.observers, self.routers, [e.child for e in self.engines], self.reuses, self.matchers):
             await asyncio.gather(*(child.stop() for child in children))
         if self.nats is not None:
             await asyncio.to_thread(self.nats.stop)

@@ -70,6 +70,19 @@ ROUTER = (
     _gauge("kvbus_router_connections", "Client connections."),
     _gauge("kvbus_router_engines", "Engines alive.", "role"),
     _counter("kvbus_router_unsent", "Messages that the bus did not take."),
+    _gauge("kvbus_router_cache_blocks", "Blocks of an engine's prefix cache that are known.", "engine"),
+    _gauge("kvbus_router_cache_exact", "1 while all of them are known, 0 while degraded.", "engine"),
+    _counter("kvbus_router_cache_gaps", "Times that something of an engine's cache was missed.", "engine"),
+    _counter("kvbus_router_cache_recoveries", "Times that an engine's whole cache was heard again.", "engine"),
+    _gauge("kvbus_router_cache_marks", "Beginnings of prompts that are known."),
+    _counter("kvbus_router_decisions", "Dispatches, by who decided, and by the canary's share.", "arm", "by"),
+    _counter(
+        "kvbus_router_guest_answers", "Answers of guests that decide, by what became of them.", "guest", "outcome"
+    ),
+    _histogram("kvbus_router_guest_seconds", "Question to answer, of answers that were used.", "guest"),
+    _gauge("kvbus_router_guest_resting", "1 while a guest is not asked, after failures in a row.", "guest"),
+    _counter("kvbus_router_shadow_answers", "Answers of shadows, by agreement with the choice.", "guest", "outcome"),
+    _gauge("kvbus_router_canary_share", "Share of requests that goes to the canary, 0 to 1."),
 )
 
 MATCHER = (

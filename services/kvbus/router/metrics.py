@@ -8,39 +8,36 @@ from functools import cache
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from kvbus.metrics.catalogue import BY_NAME
+from kvbus.metrics.page import COUNTED
+
 CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+BUS_EVENTS = frozenset(
+    ("published", "received", "dead_letters", "gaps", "handler_errors", "reconnects", "dropped", "denied")
+)
 
 
 class Metrics:
-    """The router's metrics, named kvbus_router_*, and those of reuse."""
+    """The router's metrics, as `kvbus.metrics.catalogue` lists them."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        made = self.registry
-        self._requests = Counter("kvbus_router_requests", "Requests answered", ["mode", "status"], registry=made)
-        self._ttft = Histogram(
-            "kvbus_router_ttft_seconds", "Arrival to first body byte", ["mode"], buckets=_SECONDS, registry=made
-        )
-        self._duration = Histogram(
-            "kvbus_router_duration_seconds", "Arrival to the end", ["mode"], buckets=_SECONDS, registry=made
-        )
-        self._retries = Counter("kvbus_router_retries", "Dispatches after the first", registry=made)
-        self._cancels = Counter("kvbus_router_cancels", "CancelOrdered published", ["reason"], registry=made)
-        self._reuse = Counter("kvbus_reuse", "Requests by what was reused", ["result", "reason"], registry=made)
-        self._reuse_tokens = Counter("kvbus_reuse_tokens", "Tokens that prefill took over", registry=made)
-        self._held = Gauge(
-            "kvbus_held_blocks", "Blocks kept for conversations", ["engine"], registry=made, multiprocess_mode="max"
-        )
-        self._in_flight = self._gauge("requests_in_flight", "Requests being served")
-        self._waiting = self._gauge("requests_waiting", "Requests waiting for their turn")
-        self._connections = self._gauge("connections", "Client connections")
-        self._bus_connected = self._gauge("bus_connected", "1 while NATS is reachable", mode="min")
-        self._engines = Gauge("kvbus_router_engines", "Engines alive", ["role"], registry=made, multiprocess_mode="max")
-        self._bus = Gauge(
-            "kvbus_router_bus_events", "Counters of the bus connection", ["kind"], registry=made,
-            multiprocess_mode="livesum",
-        )  # fmt: skip
+        self._requests = self._counter("kvbus_router_requests")
+        self._ttft = self._histogram("kvbus_router_ttft_seconds")
+        self._duration = self._histogram("kvbus_router_duration_seconds")
+        self._retries = self._counter("kvbus_router_retries")
+        self._cancels = self._counter("kvbus_router_cancels")
+        self._reuse = self._counter("kvbus_router_reuse")
+        self._reuse_tokens = self._counter("kvbus_router_reuse_tokens")
+        self._held = self._gauge("kvbus_router_held_blocks", mode="max")
+        self._in_flight = self._gauge("kvbus_router_requests_in_flight")
+        self._waiting = self._gauge("kvbus_router_requests_waiting")
+        self._connections = self._gauge("kvbus_router_connections")
+        self._engines = self._gauge("kvbus_router_engines", mode="max")
+        self._unsent = self._counter("kvbus_router_unsent")
+        self._bus_connected = self._gauge("kvbus_bus_connected", mode="min")
+        self._bus = {event: self._counter(f"kvbus_bus_{event}") for event in sorted(BUS_EVENTS)}
+        self._bus_told: dict[str, int] = {}
         self.count_request = self._request_counter()
         self._reuse_child = cache(self._reuse.labels)
         self._holders: set[str] = set()
@@ -73,7 +70,11 @@ class Metrics:
         for role, count in engines.items():
             self._engines.labels(role).set(count)
         for kind, count in bus.items():
-            self._bus.labels(kind).set(count)
+            counter = self._unsent if kind == "unsent" else self._bus.get(COUNTED.get(kind, kind))
+            more = count - self._bus_told.get(kind, 0)
+            if counter is not None and more > 0:
+                counter.inc(more)
+            self._bus_told[kind] = count
         for engine_id in self._holders - held_blocks.keys():
             self._held.labels(engine_id).set(0)
         self._holders |= held_blocks.keys()
@@ -88,8 +89,17 @@ class Metrics:
         MultiProcessCollector(together)  # type: ignore[no-untyped-call]
         return generate_latest(together)
 
-    def _gauge(self, name: str, text: str, mode: str = "livesum") -> Gauge:
-        return Gauge(f"kvbus_router_{name}", text, registry=self.registry, multiprocess_mode=mode)  # type: ignore[arg-type]
+    def _counter(self, name: str) -> Counter:
+        metric = BY_NAME[name]
+        return Counter(name, metric.text, metric.labels, registry=self.registry)
+
+    def _histogram(self, name: str) -> Histogram:
+        metric = BY_NAME[name]
+        return Histogram(name, metric.text, metric.labels, buckets=metric.buckets, registry=self.registry)
+
+    def _gauge(self, name: str, mode: str = "livesum") -> Gauge:
+        metric = BY_NAME[name]
+        return Gauge(name, metric.text, metric.labels, registry=self.registry, multiprocess_mode=mode)  # type: ignore[arg-type]
 
     def _request_counter(self) -> "Callable[[str, int, float, float], None]":
         """Counts (mode, status, ttft_s, duration_s); looks label children up once, as that costs most."""

@@ -43,7 +43,7 @@ def split_of(story: Story) -> Split | None:
     if served is None or decided is None or ready is None or not served.ttft_ms or served.attempt > 1:
         return None
     chosen_s = decided[0].at_s
-    arrival_s = chosen_s - decided[1].after_ms / 1e3
+    arrival_s = min(chosen_s - decided[1].after_ms / 1e3, *(line.at_s for line, _ in _all(story, ReuseAsked)), chosen_s)
     first_byte_s = arrival_s + served.ttft_ms / 1e3
     stages: dict[str, float] = {}
     before_s = arrival_s
