@@ -8,6 +8,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from typing import TextIO, cast
 
 import structlog
 
@@ -42,6 +43,23 @@ def process_name(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(NAME_SUFFIX_BYTES)}"
 
 
+class LastingStream:
+    """A stream for a log that outlives it: what cannot be written (it is closed, its reader has gone) is dropped, so
+    that nobody fails for having said something."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+
 def configure_logging(level: str | None = None) -> None:
     """Log events to stderr: readable on a terminal, one JSON object a line elsewhere.
 
@@ -62,7 +80,7 @@ def configure_logging(level: str | None = None) -> None:
     structlog.configure(
         processors=shared + rendering,
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LastingStream(sys.stderr))),
         cache_logger_on_first_use=False,
     )
 

@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from kvbus.auth.seeds import read_seed
+from kvbus.bus.callbacks import harmless
 from kvbus.bus.calls import Calls
 from kvbus.bus.client import Client
 from kvbus.bus.denials import Denials
@@ -231,8 +232,8 @@ class Link:
         self.counters.reconnects += 1
         self._refused = False
         self.denials.forget()
+        self._reconnected.set()  # first: the log may be a broken pipe
         log.info("bus_reconnected", nats=self.settings.nats)
-        self._reconnected.set()
 
     async def _on_closed(self) -> None:
         if not self._closing:
@@ -247,10 +248,10 @@ class Link:
             "servers": [url.strip() for url in given.nats.split(",")],
             "name": self.name,
             "inbox_prefix": f"_INBOX_{self.name}",
-            "error_cb": self._on_error,
-            "disconnected_cb": self._on_disconnected,
-            "reconnected_cb": self._on_reconnected,
-            "closed_cb": self._on_closed,
+            "error_cb": harmless(self._on_error),
+            "disconnected_cb": harmless(self._on_disconnected),
+            "reconnected_cb": harmless(self._on_reconnected),
+            "closed_cb": harmless(self._on_closed),
             "lame_duck_mode_cb": self._on_lame_duck,
             "connect_timeout": given.connect_timeout_s,
             "reconnect_time_wait": given.reconnect_wait_s,

@@ -144,7 +144,7 @@ class _Lines:
     def flush_all(self) -> None:
         if self._kept:
             kept, self._kept = self._kept, []
-            with contextlib.suppress(OSError):  # nobody reads the log any more: no reason to serve nobody
+            with contextlib.suppress(OSError, ValueError):  # nobody reads the log any more: no reason to serve nobody
                 sys.stderr.write(b"".join(kept).decode())
                 sys.stderr.flush()
 
