@@ -6,6 +6,7 @@ import { now } from "/now.js";
 
 const STEPS = { asked: 1, routed: 2, prefill: 3, writing: 4, landing: 4, decode: 5 };
 const LINGER_MS = 900;
+const LINGER_ROWS = 140; // with more than these, what is over goes at once
 export const OUTCOMES = { completed: "good", failed: "bad", expired: "bad", cancelled: "warn", retried: "warn", open: "" };
 
 export const linkTo = (id, chars = 8) => h("a", { class: "id", href: `#t=${encodeURIComponent(id)}`, title: id }, short(id, chars));
@@ -41,7 +42,8 @@ class Running {
       if (!known.over) {
         known.over = performance.now();
         mark(known.el, "class", "over");
-      } else if (performance.now() - known.over > LINGER_MS) {
+      }
+      if (this.known.size > LINGER_ROWS || performance.now() - known.over > LINGER_MS) {
         free.push(known);
         this.known.delete(id);
       }
