@@ -1,10 +1,18 @@
 """The port behind which bytes move: vLLM's NIXL data plane, or a light engine's."""
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import structlog
+
 from kvbus.engine.pushes import Write
 from kvbus_schemas import EngineCard
+
+log = structlog.get_logger()
+
+ABORT_AGAIN_S = 0.01
+"""Pause of the rank's thread before it tries again to break off a WRITE."""
 
 
 class DataPlane(Protocol):
@@ -31,3 +39,16 @@ class DataPlane(Protocol):
         ...
 
     def notes(self) -> list[bytes]: ...
+
+
+def state_of(plane: DataPlane, handles: list[int]) -> str:
+    """As `poll`. A WRITE that cannot be asked after (NIXL forgets those to a peer that it has forgotten) is broken off;
+    others must not wait for it."""
+    try:
+        return plane.poll(handles)
+    except Exception as error:
+        log.warning("write_state_unknown", error=repr(error))
+        if plane.abort(handles):
+            return "failed"
+        time.sleep(ABORT_AGAIN_S)
+        return "pending"

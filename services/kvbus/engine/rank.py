@@ -18,7 +18,7 @@ from kvbus.engine.facts import SERVED, StepOrders, read_landing_note
 from kvbus.engine.landing import LandingCore
 from kvbus.engine.link import Link
 from kvbus.engine.peers import PRESENCE_LEASE_S, WRITE_MAX_S
-from kvbus.engine.plane import DataPlane
+from kvbus.engine.plane import DataPlane, state_of
 from kvbus.engine.writing import Moves, Write, WritingCore
 from kvbus_schemas import EngineCard, Message, PushDone
 
@@ -218,7 +218,7 @@ class RankSide:
         now_s = time.monotonic()
         overdue = self.writing.overdue(now_s, WRITE_MAX_S) if self._open else set()
         for write_id, (write, handles) in list(self._open.items()):
-            state = self.plane.poll(handles)
+            state = state_of(self.plane, handles)
             if state == "pending" and write_id in overdue and self.plane.abort(handles):
                 state = "failed"
             if state != "pending":
@@ -300,6 +300,13 @@ class RankSide:
         return self._forget(card) if card is not None else None
 
     def _forget(self, card: EngineCard) -> Moves:
+        """What is being written to that incarnation is broken off before NIXL forgets it."""
         moves = self.writing.consumer_gone(card.engine_id, card.incarnation)
+        for write_id, (write, handles) in list(self._open.items()):
+            gone = (write.consumer_id, write.consumer_incarnation) == (card.engine_id, card.incarnation)
+            if gone and self.plane.abort(handles):
+                del self._open[write_id]
+                now_s = time.monotonic()
+                moves.add(self.writing.write_ended(write, ok=False, now_s=now_s, detail="the consumer has gone"))
         self.acquaintance.forget(card)
         return moves
