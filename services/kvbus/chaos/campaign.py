@@ -54,7 +54,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The routers' own; a client that has no answer 10 s later hangs."""
     transfer_deadline_s: float = 30.0
     reuse_ttl_s: float = 20.0
-    recover_max_s: float = 240.0
+    recover_max_s: float = 400.0
     seconds_max: float = 2400.0
     """No fault begins after so long under load."""
 

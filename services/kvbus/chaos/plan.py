@@ -50,10 +50,10 @@ class Share(NamedTuple):
 
 
 SHARES = (
-    Share("kill", "prefill", "prefill", 12),
-    Share("pause", "prefill", "prefill", 10),
-    Share("kill", "decode", "decode", 12),
-    Share("pause", "decode", "decode", 10),
+    Share("kill", "prefill", "prefill", 10),
+    Share("pause", "prefill", "prefill", 8),
+    Share("kill", "decode", "decode", 10),
+    Share("pause", "decode", "decode", 8),
     Share("kill", "matcher", "matcher", 9),
     Share("pause", "matcher", "matcher", 7),
     Share("kill", "reuse", "reuse", 9),
@@ -64,8 +64,8 @@ SHARES = (
     Share("pause", "nats", "bus", 6),
     Share("deny", "bus", "bus", 10),
     Share("fill", "stream", "bus", 8),
-    Share("cut", "client", "clients", 36),
-    Share("duplicate", "messages", "clients", 28),
+    Share("cut", "client", "clients", 40),
+    Share("duplicate", "messages", "clients", 32),
     Share("forge", "sender", "clients", 6),
     Share("exhaust", "blocks", "clients", 8),
 )
