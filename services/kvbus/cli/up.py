@@ -34,6 +34,8 @@ def up(
         bool, typer.Option("--secure", help="keys and permissions on NATS, one for each process")
     ] = False,
     metrics: Annotated[bool, typer.Option("--metrics", help="/metrics on every process, and an observer")] = False,
+    console: Annotated[bool, typer.Option("--console", help="a page that shows all of it: kvbus console")] = False,
+    console_port: Annotated[int, typer.Option(help="its port; 0 takes a free one")] = 8080,
     json: Annotated[bool, typer.Option("--json", help="print one JSON line when everything is ready")] = False,
 ) -> None:
     """Start nats-server, matcher, router and engines, and leave them running. Ctrl-C stops all of it.
@@ -54,6 +56,8 @@ def up(
         work_dir=work_dir,
         secure=secure,
         metrics=metrics,
+        console=console,
+        console_port=console_port,
         engine_arguments=list(context.args),
     )
     process.configure_logging()
@@ -78,6 +82,8 @@ async def _run(options: "FleetOptions", as_json: bool, stopping: asyncio.Event) 
             print(fleet.ready_line(), flush=True)
         else:
             print(f"try: curl {fleet.base_url}/v1/models, kvbus trace tail --nats {fleet.nats_url}", file=sys.stderr)
+            if fleet.console_url:
+                print(f"console: {fleet.console_url}", file=sys.stderr)
             for name, url in sorted(fleet.metrics_urls.items() if fleet.options.metrics else ()):
                 print(f"metrics of {name}: {url}", file=sys.stderr)
             if fleet.access.directory is not None:

@@ -18,8 +18,11 @@ from kvbus.engine.launch import platform_problem
 from kvbus.engine.model import SHAPES, make_model
 from kvbus.errors import ConfigError
 from kvbus.local.children import Child, kvbus_command
+from kvbus.local.options import EngineProcess, FleetOptions
 from kvbus.local.ports import free_port
 from kvbus_schemas import EngineCard, Role, decode, subjects
+
+__all__ = ["EngineProcess", "Fleet", "FleetOptions", "start_fleet"]
 
 READY_MAX_S = 300.0
 """How long all of it may take to be ready. A busy two-core machine needs 60 s for two engines."""
@@ -41,51 +44,6 @@ TEST_MODEL_ARGUMENTS = [
 Say = Callable[[str], None]
 
 
-class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start."""
-
-    prefill: int = 1
-    decode: int = 1
-    model: str = "tiny"
-    """A directory or name that vLLM knows, or `tiny` or `small`: a seeded test model."""
-    engine: Literal["vllm", "sim"] = "vllm"
-    port: int = 0
-    """The router's; 0 takes a free one."""
-    nats: str = ""
-    """An existing NATS; empty: an embedded one."""
-    work_dir: Path = Path(".kvbus")
-    """Logs, seeded models and the embedded server's streams."""
-    engine_arguments: list[str] = []
-    """More arguments of every `vllm serve`, or of every `kvbus sim-engine`."""
-    prefill_arguments: list[str] = []
-    decode_arguments: list[str] = []
-    router_arguments: list[str] = []
-    """More arguments of every `kvbus router`."""
-    engine_settings: dict[str, str] = {}
-    """More KVBUS_ENGINE_... settings of every engine."""
-    environ: dict[str, str] = {}
-    """More environment of every process but plain vLLM."""
-    matchers: int = 1
-    reuse: int = 1
-    """Reuse processes."""
-    metrics: bool = False
-    """Matchers and reuse processes serve /metrics, and there is an observer."""
-    routers: int = 1
-    secure: bool = False
-    """Everybody has a key of its own, in `work_dir`/auth, and NATS lets it say only what is its own."""
-    plain: bool = False
-    """Also start one engine that is on no bus, to compare with: a plain vLLM server, or a light engine."""
-
-
-class EngineProcess(msgspec.Struct, kw_only=True):
-    """One started engine."""
-
-    engine_id: str
-    role: Role | Literal["plain"]
-    url: str
-    child: Child
-
-
 class Fleet:
     """A running fleet. Made by `start_fleet`."""
 
@@ -99,6 +57,7 @@ class Fleet:
         self.routers: list[Child] = []
         self.observers: list[Child] = []
         self.router_ports: list[int] = []
+        self.console_url = ""
         self.metrics_urls: dict[str, str] = {}
         """By process: where Prometheus may ask. Filled with `metrics`."""
         self.plain_url = ""
@@ -122,6 +81,8 @@ class Fleet:
         line: dict[str, object] = {"base_url": self.base_url, "nats_url": self.nats_url, "engines": engines}
         if self.options.metrics:
             line["metrics"] = self.metrics_urls
+        if self.options.console:
+            line["console_url"] = self.console_url
         return msgspec.json.encode(line).decode()
 
     def children(self) -> list[Child]:
@@ -150,6 +111,8 @@ class Fleet:
             self.start_router(number)
         if self.options.metrics:
             self._start_observer()
+        if self.options.console:
+            self._start_console()
         await self._until_ready()
 
     def start_matcher(self, number: int) -> Child:
@@ -192,6 +155,13 @@ class Fleet:
     def _start_observer(self) -> None:
         name = "observer"
         self.observers.append(self._child(name, name, "--nats", self.nats_url, *self._metrics_arguments(name)))
+
+    def _start_console(self) -> None:
+        port = str(self.options.console_port or free_port())
+        self.console_url = f"http://127.0.0.1:{port}"
+        self.metrics_urls["console"] = f"{self.console_url}/metrics"
+        command = ["console", "--nats", self.nats_url, "--port", port]
+        self.observers.append(self._child("console", *command, access="observer"))
 
     def _metrics_arguments(self, name: str) -> list[str]:
         """For a process that has no page unless it is told to."""
@@ -292,8 +262,8 @@ class Fleet:
         command = ["sim-engine", "decode", self.model, "--nats", "", "--port", str(port)]
         return self._child("plain", *command, *self.options.engine_arguments)
 
-    def _child(self, name: str, *arguments: str) -> Child:
-        environ = self.access.environ(name)
+    def _child(self, name: str, *arguments: str, access: str = "") -> Child:
+        environ = self.access.environ(access or name)
         environ |= self.options.environ
         environ |= {f"KVBUS_ENGINE_{key.upper()}": value for key, value in self.options.engine_settings.items()}
         return Child(name, kvbus_command(*arguments), self.log_dir, environ)
