@@ -30,6 +30,7 @@ from tests.compose_world import (
 
 from kvbus import cli
 from kvbus.bus import BusSettings
+from kvbus.console.settings import ConsoleSettings
 from kvbus.embedded import find_binary
 from kvbus.engine.launch import EngineOptions, vllm_command, vllm_program
 from kvbus.engine.model import make_model
@@ -49,6 +50,7 @@ SETTINGS: dict[str, list[tuple[str, type[msgspec.Struct]]]] = {
     "matcher": [("matcher", MatcherSettings)],
     "reuse": [("reuse", ReuseSettings)],
     "observer": [("observer", ObserverSettings)],
+    "console": [("console", ConsoleSettings)],
     "engine": [("engine", EngineSettings)],
     "sim-engine": [("sim_engine", LightSettings), ("engine", EngineSettings)],
 }
@@ -118,7 +120,7 @@ def test_a_service_says_only_what_compose_knows(name: str) -> None:
 def test_a_service_starts_when_what_it_needs_is_healthy(profile: str) -> None:
     services = of_profile(profile)
     order = start_order(services)
-    assert order == [["nats"], ["matcher", "reuse"], sorted(ENGINES[profile]), ["router"]]
+    assert order == [["nats"], ["console", "matcher", "reuse"], sorted(ENGINES[profile]), ["router"]]
     for service in services.values():
         for needed, how in service["depends_on"].items():
             assert how["condition"] == "service_healthy"
