@@ -22,7 +22,7 @@ from kvbus.bus.inbound import COPY_HEADER, REASON_CHARS_MAX, Handler, Inbound, R
 from kvbus.bus.jetstream import JetStream
 from kvbus.bus.link import Link
 from kvbus.bus.settings import BusCounters, BusSettings
-from kvbus.bus.trace import STREAM_NEEDS, mark, replay, stream_config
+from kvbus.bus.trace import ensure_trace, mark, replay
 from kvbus.errors import BusError
 from kvbus_schemas import EVERYONE, AnyMessage, Message, Post, UndecodableError, decode, encode, subjects
 
@@ -81,7 +81,7 @@ class Bus:
         link = await Link.open(settings, subjects.token(name))
         bus = cls(link, name=name, incarnation=incarnation)
         try:
-            await bus._jetstream.ensure(stream_config(settings), needs=STREAM_NEEDS)
+            await ensure_trace(bus._jetstream, settings)
         except BusError:
             await link.close()
             raise
@@ -277,7 +277,7 @@ class Bus:
 
     async def _heal(self) -> None:
         """After a reconnect: what the server lost is made again, watches start over, then the callbacks catch up."""
-        await self._jetstream.ensure(stream_config(self._link.settings), needs=STREAM_NEEDS)
+        await ensure_trace(self._jetstream, self._link.settings)
         for bucket in list(self._buckets.values()):
             await bucket.heal()
         for callback in list(self.on_connected):

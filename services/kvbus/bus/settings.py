@@ -27,7 +27,8 @@ class BusSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Messages that may wait for one subscription's handler; the newest beyond it are dropped and counted."""
     trace_max_age_s: int = 86_400
     trace_max_bytes: int = 1024**3
-    """Limits of the trace, applied when its stream is created."""
+    """Limits of the trace, applied when its stream is made. Others than the default are applied to one that is there
+    already too, by whoever connects last."""
     trace_replicas: int = 1
 
 

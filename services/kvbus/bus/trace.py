@@ -4,17 +4,23 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import structlog
+
 from kvbus.bus.inbound import check_subject
 from kvbus.bus.jetstream import NS, JetStream, whole_seconds
 from kvbus.bus.settings import BusSettings
 from kvbus.errors import BusError
 from kvbus_schemas import AnyMessage, UndecodableError, decode, subjects
 
+log = structlog.get_logger(__name__)
+
 MARK_ROOT = "kvbus.mark"
 MARK_TIMEOUT_S = 10.0
 MARK_POLL_S = 0.002
 MARK_TTL_S = 5
 
+LIMITS = {"max_age": "trace_max_age_s", "max_bytes": "trace_max_bytes", "num_replicas": "trace_replicas"}
+_DEFAULTS = {name: getattr(BusSettings(), name) for name in LIMITS.values()}
 STREAM_NEEDS = ("subjects", "allow_direct", "allow_msg_ttl", "no_ack")
 
 
@@ -38,6 +44,24 @@ def stream_config(settings: BusSettings) -> dict[str, Any]:
         "allow_direct": True,
         "allow_msg_ttl": True,
     }
+
+
+async def ensure_trace(jetstream: JetStream, settings: BusSettings) -> None:
+    """The stream is there. Limits that differ from the defaults were asked for, so they are applied to a stream that
+    was made with others too; where that is the operator's, it stays as it is. Raises BusError."""
+    config = stream_config(settings)
+    await jetstream.ensure(config, needs=STREAM_NEEDS)
+    asked = {name: config[name] for name, field in LIMITS.items() if getattr(settings, field) != _DEFAULTS[field]}
+    found = await jetstream.info(subjects.TRACE_STREAM) if asked else None
+    have = found["config"] if found else {}
+    if not have or asked.items() <= have.items():
+        return
+    window = {"duplicate_window": min(have.get("duplicate_window", 0), config["max_age"])}  # never longer than the age
+    try:
+        await jetstream.api(f"STREAM.UPDATE.{subjects.TRACE_STREAM}", have | window | asked)
+        log.info("trace_limits_changed", **{name: value for name, value in asked.items() if have[name] != value})
+    except BusError as error:
+        log.warning("trace_limits_not_changed", error=str(error), **asked)
 
 
 async def mark(jetstream: JetStream, owner: str, number: int) -> int:

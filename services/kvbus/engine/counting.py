@@ -61,7 +61,7 @@ class Counting:
         """Count what became of a grant, as prefill's reply tells the router."""
         told = (params or {}).get(TICKET_KEY)
         if told is not None:
-            self.tally.add("kvbus_engine_reuse_claims", told["reuse"] or "unused")
+            self.tally.add("kvbus_engine_reuse_claims", (told["reuse"] or "unused").replace(" ", "_"))
             self.tally.add("kvbus_engine_reuse_taken_tokens", by=told["reused_tokens"])
 
     def _closed(self, closed: TransferClosed) -> None:

@@ -26,11 +26,13 @@ OWNERS_MAX = 4 * REQUESTS_MAX
 PROCESSES = ("router", "matcher", "reuse", "console", "observer")
 """Processes whose names begin with what they are and end with a random word; whoever else speaks is an engine."""
 
+ENGINE = "engine"
+
 
 def process_of(sender: str) -> str:
     """What kind of process has that name: few values, so that they may be a label."""
     kind = sender.split("-", maxsplit=1)[0]
-    return kind if kind in PROCESSES else "engine"
+    return kind if kind in PROCESSES else ENGINE
 
 
 class _Bounded(OrderedDict[str, str]):
@@ -54,6 +56,9 @@ class ObserverCore:
         """Request id of a transfer, or of a conversation's latest turn."""
         self._due: OrderedDict[str, float] = OrderedDict()
         """Requests that have been served, and when to look at them."""
+        for process in (*PROCESSES, ENGINE):  # from the start, so that the first one is an increase
+            tally.add("kvbus_observer_missing_messages", process, by=0)
+            tally.add("kvbus_observer_dead_letters", process, by=0)
 
     @property
     def stories(self) -> int:
