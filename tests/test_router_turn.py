@@ -73,7 +73,7 @@ def test_a_grant_counts_as_granted_until_prefill_says_otherwise() -> None:
 @pytest.mark.parametrize(
     ("mode", "prefill", "held_by", "reason"),
     [
-        ("local", None, holder(), "disabled"),
+        ("local", None, holder(), "local"),
         ("pull", PREFILL, holder(), "disabled"),
         ("early", PREFILL, None, "engine_gone"),
         ("early", PREFILL, holder(incarnation="d2"), "engine_gone"),

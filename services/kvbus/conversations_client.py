@@ -33,6 +33,11 @@ class ReuseClient:
         """Claims that were granted too late and let go."""
         self._open: set[asyncio.Task[ReuseAnswered]] = set()
 
+    @property
+    def connected(self) -> bool:
+        """Whether anybody can be asked."""
+        return self.bus is not None and self.bus.connected
+
     async def ask(
         self,
         conversation: str,

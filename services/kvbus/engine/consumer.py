@@ -106,8 +106,8 @@ class ConsumerCore:
         return Steps([Post(MATCHER, registration)])
 
     def skip(self, transfer_id: str, producer_id: str, reason: str) -> Steps:
-        """The ticket needs no transfer (the prefix is here already): the producer may free at once."""
-        if transfer_id in self.closed or transfer_id in self.open:
+        """The ticket needs no transfer (the prefix is here already): the producer, if any, may free at once."""
+        if transfer_id in self.closed or transfer_id in self.open or not producer_id:
             return Steps()
         self._remember(transfer_id, "completed")
         closed = TransferClosed(

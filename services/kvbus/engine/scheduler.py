@@ -217,6 +217,8 @@ class SchedulerSide:
     def _why_local(self, request: Any, known: Ticketed, computed: int) -> str:
         """Why decode computes the prompt itself; empty when it waits for a push."""
         left = len(request.prompt_token_ids) - computed
+        if known.ticket.mode == "local":
+            return "the router has asked for it"
         if self.consumer.knows(known.key):
             return "the ticket was used before"
         if left < self.settings.local_below_blocks * self.identity.block_size:

@@ -156,15 +156,14 @@ class Dispatch:
         self.deadline_s = deadline_s
 
     def ticket(self, leg: Leg) -> Ticket:
-        """The ticket of a leg, in modes early and deferred."""
-        assert self.prefill is not None
-        decode = self.decode
+        """The ticket of a leg, in modes early and deferred; in mode local one by which decode keeps a conversation."""
+        prefill, decode = self.prefill, self.decode
         return Ticket(
             transfer_id=self.transfer_id,
             role="produce" if leg == "prefill" else "consume",
             mode=self.mode,
-            producer_id=self.prefill.engine_id,
-            producer_incarnation=self.prefill.incarnation,
+            producer_id=prefill.engine_id if prefill else "",
+            producer_incarnation=prefill.incarnation if prefill else "",
             consumer_id=decode.engine_id if decode else "",
             consumer_incarnation=decode.incarnation if decode else "",
             deadline_s=self.deadline_s,

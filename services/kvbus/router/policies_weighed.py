@@ -2,9 +2,11 @@
 
 The default answers three questions.
 
-**Which prefill?** The one that would be done first: its score is minus the prompt tokens that it would have to compute
-until then, those of others before this prompt's own. What it holds of the prompt counts as computed, from its own cache
-or by the conversation that a decode gives back. `queued` and `prefix` say so, in tokens.
+**Which prefill?** The one with the least to compute before it, REQUEST_BASE_TOKENS added for each request there, where
+what it holds of this prompt, or gets back of its conversation, counts PREFIX_WEIGHT times. A prefix is worth more than
+the time to compute it once: whoever computes it elsewhere makes that engine's queue longer for all who come after, and
+drives out what others have there. So a request goes to another engine only when the queue at the one with the prefix
+is that much longer; a prefix that everybody shares is short, and does not hold. `queued` and `prefix` say so.
 
 **Which decode?** The one with the fewest requests, full memory counted as USED_REQUESTS more of them, those that wait
 as WAITING_REQUESTS each, and what it holds of the prompt already as one less for HELD_TOKENS: moving tokens costs
@@ -12,9 +14,8 @@ little beside computing them, so that a conversation stays as long as its decode
 
 **Which mode?** In this order:
 1. what the client asks for; `local` where no prefill is alive.
-2. `local` for a prompt with at most LOCAL_TOKENS left to compute at the chosen decode. That costs the decode's batch
-   less than a step's time, and a hand-off costs two requests and some ten milliseconds. Not while the decode's blocks
-   are short or requests wait there.
+2. `local` for a prompt of at most LOCAL_TOKENS. That costs the decode's batch less than a step's time, and a hand-off
+   costs two requests and some ten milliseconds. Not while the decode's blocks are short or requests wait there.
 3. `deferred` under pressure: where the chosen decode has less than PRESSED_FREE of its blocks free, and the prefill has
    more queued than the prompt itself. Registered early, the prompt's blocks would be held all the time that it queues.
 4. `pull` on stock engines, else `early`.
@@ -37,6 +38,9 @@ from kvbus_schemas import Candidate, EngineView, Mode
 LOCAL_TOKENS = 64
 """What a decode computes itself. The same bound as for reuse: fewer tokens are not worth a transfer."""
 PRESSED_FREE = 0.1
+PREFIX_WEIGHT = 32.0
+REQUEST_BASE_TOKENS = 4000
+"""What a prompt costs beside its tokens: 0.1 s at 37,000 tokens/s (see `kvbus.goodput.costs`)."""
 REQUEST_TOKENS = 1000
 """Prompt tokens that a request stands for on an engine of which nothing better is known."""
 USED_REQUESTS = 32.0
@@ -103,17 +107,19 @@ class Weighed:
 
 
 def _prefill_score(engine: EngineView) -> float:
-    """Minus the tokens to compute; this prompt's own, which are the same for all, are left out."""
-    hit = engine.hit_tokens if engine.cache != "degraded" else engine.hit_tokens * DEGRADED_SHARE
-    queued = engine.queued_tokens or (engine.running + engine.waiting) * REQUEST_TOKENS
+    """Minus the tokens that come first; this prompt's own, which are the same for all, are left out."""
+    weight = PREFIX_WEIGHT if engine.cache != "degraded" else PREFIX_WEIGHT * DEGRADED_SHARE
+    count = engine.running + engine.waiting
+    queued = (engine.queued_tokens or count * REQUEST_TOKENS) + count * REQUEST_BASE_TOKENS
     used = 1.0 - engine.free_blocks / engine.total_blocks if engine.total_blocks else 0.0
-    return hit - queued - used * USED_TOKENS
+    return weight * engine.hit_tokens - queued - used * USED_TOKENS
 
 
 def _prefill_terms(engine: EngineView) -> dict[str, float]:
-    hit = engine.hit_tokens if engine.cache != "degraded" else engine.hit_tokens * DEGRADED_SHARE
-    queued = engine.queued_tokens or (engine.running + engine.waiting) * REQUEST_TOKENS
-    return {"prefix": hit, "queued": -queued, "used_blocks": -used_of(engine) * USED_TOKENS}
+    weight = PREFIX_WEIGHT if engine.cache != "degraded" else PREFIX_WEIGHT * DEGRADED_SHARE
+    count = engine.running + engine.waiting
+    queued = (engine.queued_tokens or count * REQUEST_TOKENS) + count * REQUEST_BASE_TOKENS
+    return {"prefix": weight * engine.hit_tokens, "queued": -queued, "used_blocks": -used_of(engine) * USED_TOKENS}
 
 
 def _decode_score(engine: EngineView) -> float:
@@ -130,9 +136,8 @@ def _decode_terms(engine: EngineView) -> dict[str, float]:
 
 def _mode(question: RouteQuestion, mode: Mode, prefill: EngineView, decode: EngineView) -> tuple[Mode, str]:
     pressed = bool(decode.total_blocks) and decode.free_blocks < decode.total_blocks * PRESSED_FREE
-    left = question.prompt_tokens - decode.hit_tokens
-    if question.prompt_tokens and left <= LOCAL_TOKENS and not pressed and not decode.waiting:
-        return "local", f"only about {max(left, 1)} tokens to compute"
+    if 0 < question.prompt_tokens <= LOCAL_TOKENS and not pressed and not decode.waiting:
+        return "local", f"only about {question.prompt_tokens} tokens to compute"
     if mode == "early" and pressed and prefill.queued_tokens > question.prompt_tokens - prefill.hit_tokens:
         return "deferred", "decode is short of blocks and prefill has a queue"
     return mode, "stock engines" if mode == "pull" else "default"

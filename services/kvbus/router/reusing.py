@@ -14,7 +14,7 @@ from kvbus.router.due import Due
 from kvbus.router.fleet import Engine
 from kvbus.router.http import Headers
 from kvbus.router.settings import RouterSettings
-from kvbus.router.turn import REUSING_MODES, Turn
+from kvbus.router.turn import OFFERING_MODES, Turn
 from kvbus_schemas import Mode
 
 AGAIN_S = 0.003
@@ -58,7 +58,10 @@ class Reuse:
         scope = f"{self._door.tenant_of(headers)}\0{asked.model}"
         by_messages = settings.reuse_by_messages
         found = key_of_request(scope, asked.model, asked.members, headers, self._secret, by_messages=by_messages)
-        return Turn(found[1] if found else "")
+        turn = Turn(found[1] if found else "")
+        if found and not self._client.connected:
+            turn.reason = "unavailable"
+        return turn
 
     async def claim(self, turn: Turn, request_id: str, prefills: Iterable[Engine] = ()) -> None:
         """Ask for the conversation's blocks, for one of `prefills`; takes at most `reuse_ask_ms`, and never raises.
@@ -82,7 +85,7 @@ class Reuse:
 
     def ended(self, turn: Turn, mode: Mode) -> None:
         """A turn has been answered in full: the next one may come at once."""
-        if turn.conversation and mode in REUSING_MODES:
+        if turn.conversation and mode in OFFERING_MODES:
             self._due.ended(turn.conversation, monotonic())
 
     def _worth_asking(self, turn: Turn, until_s: float) -> bool:

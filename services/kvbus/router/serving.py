@@ -97,8 +97,14 @@ class Serving:
         if dispatch.mode == "early":
             return await self._early(dispatch)
         if dispatch.mode == "local":
-            return await self._decode_leg(dispatch, self._asked.body)
+            return await self._decode_leg(dispatch, self._local_body(dispatch))
         return await self._prefill_first(dispatch)
+
+    def _local_body(self, dispatch: Dispatch) -> bytes:
+        """What decode computes by itself it keeps for the conversation's next turn, if there is a prefill for that."""
+        if not self._turn.conversation or not self._parts.chooser.fleet.alive("prefill", static=False):
+            return self._asked.body
+        return bodies.decode_body(self._asked, _params(dispatch, "decode"))
 
     async def _new_dispatch(self, attempt: int) -> tuple[Dispatch, int]:
         started_ns = time.perf_counter_ns()

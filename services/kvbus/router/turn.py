@@ -16,6 +16,8 @@ from kvbus_schemas.ticket import TICKET_KEY
 
 REUSING_MODES: tuple[Mode, ...] = ("early", "deferred")
 """Modes whose prefill gets a ticket, and with it a grant."""
+OFFERING_MODES: tuple[Mode, ...] = (*REUSING_MODES, "local")
+"""Modes whose decode keeps a conversation."""
 REASON_CHARS_MAX = 32
 
 _WORDS = re.compile(r"[^a-z0-9]+")
@@ -72,7 +74,7 @@ class Turn:
         if grant is None or not self._open:
             return ()
         if prefill is None or mode not in REUSING_MODES:
-            return self.let_go("disabled")
+            return self.let_go("local" if mode == "local" else "disabled")
         if holder is None or holder.incarnation != grant.holder_incarnation:
             return self.let_go("engine_gone")
         if holder.compat_hash != prefill.compat_hash:
