@@ -15,6 +15,7 @@ from kvbus.replay.model import judge
 from kvbus.replay.pace import Pace
 from kvbus.replay.recording import Recording, read
 from kvbus.router import policies
+from kvbus.router.basis import GUEST
 from kvbus.router.policies import Policy
 from kvbus_schemas import RouteDecided
 
@@ -80,8 +81,12 @@ def _ask_policy(recording: Recording, name: str, *, as_json: bool) -> int:
     if not any(isinstance(message, RouteDecided) for _, message in recording.said()):
         raise CommandFailed("no routing decision was recorded")
 
-    def policy_of(decided: RouteDecided) -> Policy:
-        return policies.load(name or decided.policy)
+    made: dict[str, Policy] = {}
+
+    def policy_of(decided: RouteDecided) -> Policy | None:
+        if name:  # one for each router, whoever has decided there
+            return made.setdefault(decided.source, policies.load(name))
+        return None if decided.policy.startswith(GUEST) else policies.load(decided.policy)
 
     report = router.ask(recording, policy_of)
     judged = judge(recording, policies.load(name)) if name else None

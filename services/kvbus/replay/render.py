@@ -60,6 +60,8 @@ def policy_lines(recording: Recording, report: PolicyReport, name: str, judged: 
     asked = len(report.answers)
     otherwise = len(report.differences)
     yield f"router: policy {name} asked {asked} questions, {otherwise} answered otherwise, {report.ties} ties"
+    if report.by_guests:
+        yield f"  {report.by_guests} more were decided by guests on the bus, which are not here to be asked"
     if judged is None:
         yield from _difference_lines(recording, report.differences)
         return
@@ -111,6 +113,7 @@ def policy_json(recording: Recording, report: PolicyReport, name: str, judged: J
         "policy": name,
         "asked": len(report.answers),
         "ties": report.ties,
+        "by_guests": report.by_guests,
         "differences": [_difference_json(recording, difference) for difference in report.differences],
         "estimate": None if judged is None else msgspec.to_builtins(judged),
     }

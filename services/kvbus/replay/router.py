@@ -1,8 +1,10 @@
 """A recording against a routing policy: every question asked again. Pure but for the policy.
 
-Each recorded router had a policy object of its own, so each gets one here. Where the recorded engine scores as high as
-the one chosen now, the two answers differ by the order of the engines only, which is not recorded: a tie, not a
-difference. Policies that count turns are met exactly if the recording begins with the router.
+Each recorded router had a policy object of its own, so each gets one here; with a canary it had two. What a guest on
+the bus has decided is left out of a replay of the recorded policies: it is not here to be asked. Where the recorded
+engine scores as high as the one chosen now, the two answers differ by the order of the engines or by the policy's turn,
+which older recordings do not tell: a tie, not a difference. Policies that count turns are met exactly if the recording
+begins with the router.
 """
 
 from collections.abc import Callable
@@ -63,18 +65,28 @@ class PolicyReport:
     answers: list[Answer]
     differences: list[Difference]
     ties: int
+    by_guests: int = 0
+    """Decisions of guests, which were not asked again."""
 
 
-def ask(recording: Recording, policy_of: Callable[[RouteDecided], Policy]) -> PolicyReport:
-    """Ask every recorded question again; `policy_of` makes a router's policy, seeing its first decision."""
-    policies: dict[str, Policy] = {}
+def ask(recording: Recording, policy_of: Callable[[RouteDecided], Policy | None]) -> PolicyReport:
+    """Ask every recorded question again. `policy_of` makes the policy of a router, seeing the first decision of each
+    of its policies; None for what was a guest's."""
+    policies: dict[tuple[str, str], Policy | None] = {}
     answers: list[Answer] = []
+    by_guests = 0
     for asked in questions_of(recording):
-        policy = policies.get(asked.event.sender)
+        place = (asked.event.sender, asked.decided.policy)
+        if place not in policies:
+            policies[place] = policy_of(asked.decided)
+        policy = policies[place]
         if policy is None:
-            policy = policies[asked.event.sender] = policy_of(asked.decided)
-        answers.append(answer_of(policy, asked, asked.question))
-    return compared(answers)
+            by_guests += 1
+        else:
+            answers.append(answer_of(policy, asked, asked.question))
+    report = compared(answers)
+    report.by_guests = by_guests
+    return report
 
 
 def answer_of(policy: Policy, asked: Asked, question: RouteQuestion) -> Answer:

@@ -1,5 +1,8 @@
 """What a recorded router knew when it chose, as far as the recording tells. Pure.
 
+A decision names the engines as its policy saw them, and the mode that was asked for: then the question is exactly the
+recorded one. Recordings from before that, and fleets larger than a decision names, are put together from the rest.
+
 Which engines were offered, and how old their loads were, stands in the decision's candidates. Loads are those that the
 engines had reported, and what this router had sent since; where the candidates' terms name them, those are exact. The
 tokens that an engine held of a conversation are those of the last answer. A role of which no candidate was recorded is
@@ -47,7 +50,7 @@ class _Known:
     loads: dict[str, Event] = field(default_factory=dict)
     sent: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     held: dict[str, tuple[str, int]] = field(default_factory=dict)
-    asks: dict[str, RouteAsked] = field(default_factory=dict)
+    asks: dict[tuple[str, str], RouteAsked] = field(default_factory=dict)
     deferred: set[str] = field(default_factory=set)
 
     def hear(self, event: Event) -> None:
@@ -67,7 +70,7 @@ class _Known:
                 grant = event.message.grant
                 self.held[event.key] = (grant.holder_id, grant.token_count) if grant else ("", 0)
             case RouteAsked():
-                self.asks[event.message.request_id] = event.message
+                self.asks[event.message.request_id, event.message.part] = event.message
             case _:
                 pass
 
@@ -106,7 +109,7 @@ def questions_of(recording: Recording) -> list[Asked]:
 
 def _question(event: Event, decided: RouteDecided, known: _Known) -> RouteQuestion:
     is_second = decided.mode == "deferred" and decided.transfer_id in known.deferred
-    ask = known.asks.get(decided.request_id)
+    ask = known.asks.get((decided.request_id, "decode" if is_second else "both"))
     cards = [known.cards[name] for name in (decided.prefill_id, decided.decode_id) if name in known.cards]
     return RouteQuestion(
         request_id=decided.request_id,
@@ -122,22 +125,33 @@ def _question(event: Event, decided: RouteDecided, known: _Known) -> RouteQuesti
 
 
 def _asked_mode(decided: RouteDecided, *, is_second: bool) -> Mode | None:
+    if decided.engines:
+        return decided.asked
     if is_second or decided.mode == "pull" or ASKED_FOR in decided.reason:
         return decided.mode
     return None
 
 
 def _views(event: Event, decided: RouteDecided, known: _Known, role: Role, ask: RouteAsked | None) -> list[EngineView]:
+    seen = {view.engine_id: view for view in decided.engines if view.role == role}
+    if decided.engines and not decided.engines_left_out:
+        return list(seen.values())
     if ask is not None:
         return [view for view in ask.engines if view.role == role]
     named = {candidate.engine_id: candidate for candidate in decided.candidates if candidate.role == role}
     if not named and role == "prefill" and decided.mode == "local" and ASKED_FOR not in decided.reason:
         return []
     alive = [name for name, card in known.cards.items() if card.role == role and not card.draining]
-    offered = [name for name in alive if name in named] + [name for name in named if name not in alive]
+    if seen:
+        offered = [*seen, *(name for name in alive if name not in seen)]
+    else:
+        offered = [name for name in alive if name in named] + [name for name in named if name not in alive]
     holder, tokens = known.held.get(decided.conversation, ("", 0)) if decided.conversation else ("", 0)
     views = []
     for name in offered or alive:
+        if name in seen:
+            views.append(seen[name])
+            continue
         view = known.view(event.sender, name, role, event.at_s)
         if name == holder:
             view = msgspec.structs.replace(view, hit_tokens=tokens)

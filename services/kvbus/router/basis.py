@@ -7,6 +7,8 @@ import msgspec
 from kvbus.router.policies import RouteChoice, RouteQuestion
 from kvbus_schemas import EngineView, Mode
 
+GUEST = "guest "
+"""What a RouteDecided says before the name of a router on the bus that has decided."""
 ENGINES_MAX = 16
 """Engines of each role that a RouteDecided shows as the policy saw them."""
 
@@ -19,6 +21,8 @@ class Basis(msgspec.Struct, frozen=True, kw_only=True):
     engines: list[EngineView] = []
     left_out: int = 0
     canary: bool = False
+    prompt_tokens: int = 0
+    head: str = ""
 
 
 def basis_of(question: RouteQuestion, choice: RouteChoice, policy: str, *, canary: bool = False) -> Basis:
@@ -32,6 +36,8 @@ def basis_of(question: RouteQuestion, choice: RouteChoice, policy: str, *, canar
         engines=[*prefills, *decodes],
         left_out=seen - len(prefills) - len(decodes),
         canary=canary,
+        prompt_tokens=question.prompt_tokens,
+        head=question.head,
     )
 
 

@@ -17,6 +17,7 @@ from kvbus.bus import Bus
 from kvbus.errors import BusError, ConfigError
 from kvbus.router import policies
 from kvbus.router.asking import Asks, Heard
+from kvbus.router.basis import GUEST
 from kvbus.router.bodies import Asked
 from kvbus.router.canary import CANARY_KEY, CANARY_TTL_MAX_S, Canary, decoded
 from kvbus.router.chooser import Chooser, Chosen, PolicyFailed, Situation
@@ -125,7 +126,7 @@ class Guests:
         if choice is not None:
             engines = self._chooser.fleet.engines
             if all(name in engines for name in (choice.prefill_id, choice.decode_id) if name):
-                return self._chooser.chosen(question, choice, f"guest {guest}", canary=canary)
+                return self._chooser.chosen(question, choice, f"{GUEST}{guest}", canary=canary)
             heard = Heard(guest=guest, outcome="gone", why="the engine that it chose has gone meanwhile")
             self._note(heard)
         fresh = make(replace(situation, now_s=time.monotonic()))
@@ -256,6 +257,8 @@ def _asked(question: RouteQuestion, ask_id: str, transfer_id: str, deadline_ms: 
         part=question.part,
         attempt=question.attempt,
         transfer_id=transfer_id,
+        prompt_tokens=question.prompt_tokens,
+        head=question.head,
     )
 
 

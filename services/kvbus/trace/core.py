@@ -143,12 +143,16 @@ class _Owners:
         self._by_ask: dict[str, str] = {}
         self._by_reuse: dict[str, str] = {}
         self._by_conversation: dict[str, str] = {}
+        dispatches: set[str] = set()
         for line in lines:
             if isinstance(line.message, RouteDecided):
                 self._by_request.setdefault(line.message.request_id, line.message.transfer_id)
+                dispatches.add(line.message.transfer_id)
         for line in lines:
             if isinstance(line.message, RouteAsked):
-                self._by_ask[line.message.ask_id] = self._by_request.get(line.message.request_id, "")
+                asked = line.message
+                known = asked.transfer_id in dispatches
+                self._by_ask[asked.ask_id] = asked.transfer_id if known else self._by_request.get(asked.request_id, "")
             elif isinstance(line.message, BlocksRegistered) and line.message.reuse:
                 key = line.message.transfer_id
                 self._by_reuse[key] = self._by_request.get(line.message.request_id, key[:TRANSFER_ID_CHARS])

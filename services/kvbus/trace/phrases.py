@@ -36,6 +36,7 @@ from kvbus_schemas import (
 
 KIB = 1024
 TEN = 10
+OTHERS_CHARS_MAX = 300
 
 
 def phrase_of(message: AnyMessage) -> str:
@@ -64,6 +65,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def printable(text: str) -> str:
+    """Somebody else's words, without what would move a terminal's cursor."""
+    return "".join(char if char.isprintable() else " " for char in text[:OTHERS_CHARS_MAX])
+
+
+def route_of(answer: RouteAnswered) -> str:
+    """`early p0 -> d1`."""
+    engines = " -> ".join(name for name in (answer.prefill_id, answer.decode_id) if name)
+    return printable(f"{answer.mode} {engines}")
+
+
 def _blocks(block_ids: list[list[int]]) -> str:
     most = max(map(len, block_ids), default=0)
     groups = f" in {len(block_ids)} groups" if len(block_ids) > 1 else ""
@@ -78,8 +90,13 @@ def _route_decided(m: RouteDecided) -> str:
     engines = " -> ".join(name for name in (m.prefill_id, m.decode_id or ("(later)" if m.mode == "deferred" else ""))
                           if name)  # fmt: skip
     again = f"attempt {m.attempt}" if m.attempt > 1 else ""
-    why = f"{m.policy}: {m.reason}" if m.reason else m.policy
-    return _with(f"{m.mode} {engines} ({why})", again, f"decided in {m.decided_us} us" if m.decided_us else "")
+    why = printable(f"{m.policy}: {m.reason}" if m.reason else m.policy)
+    return _with(
+        f"{m.mode} {engines} ({why})",
+        again,
+        "canary" if m.canary else "",
+        f"decided in {m.decided_us} us" if m.decided_us else "",
+    )
 
 
 def _request_served(m: RequestServed) -> str:
@@ -127,7 +144,8 @@ def _reuse_answered(m: ReuseAnswered) -> str:
 
 def _route_asked(m: RouteAsked) -> str:
     engines = f"of {counted(len(m.engines), 'engine')} within {milliseconds(m.deadline_ms)}"
-    return f"asks where to send {size(m.prompt_bytes)}, {engines}" + (" (shadow)" if m.shadow else "")
+    what = "a decode for" if m.part == "decode" else "where to send"
+    return f"asks {what} {size(m.prompt_bytes)}, {engines}" + (" (shadow)" if m.shadow else "")
 
 
 def _engine_card(m: EngineCard) -> str:
@@ -143,7 +161,7 @@ _PHRASES: dict[type[AnyMessage], Callable[[Any], str]] = {
     RouteDecided: _route_decided,
     RequestServed: _request_served,
     RouteAsked: _route_asked,
-    RouteAnswered: lambda m: _with(f"answers {m.mode} {m.prefill_id} -> {m.decode_id}", m.reason),
+    RouteAnswered: lambda m: _with(f"answers {route_of(m)}", printable(m.reason)),
     BlocksRegistered: _blocks_registered,
     BlocksReady: _blocks_ready,
     BlocksUnavailable: lambda m: f"blocks unavailable: {_with(m.reason, m.detail)}",

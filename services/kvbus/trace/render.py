@@ -9,13 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbus.trace.core import Line, Story
-from kvbus.trace.phrases import milliseconds, phrase_of
+from kvbus.trace.opinions import Opinion, opinions_of
+from kvbus.trace.phrases import milliseconds, phrase_of, printable
 from kvbus_schemas import Candidate, RouteDecided
 
 LIST_HEAD = ("TIME", "REQUEST", "TRANSFER", "MODE", "PREFILL", "DECODE", "OUTCOME", "TTFT", "MESSAGES")
 SHOW_HEAD = ("MS", "FROM", "TO", "WHAT")
 STAGE_HEAD = ("MS", "TOOK", "SHARE", "STAGE")
 WHY_HEAD = ("ROLE", "ENGINE", "SCORE", "LOAD AGE", "", "TERMS")
+ASKED_HEAD = ("ASKED", "AS", "ANSWER", "AFTER", "", "REASON")
 SHORT_CHARS = 12
 _COLOURS = {
     "completed": "green",
@@ -24,6 +26,12 @@ _COLOURS = {
     "cancelled": "yellow",
     "open": "cyan",
     "chosen": "green",
+    "used": "green",
+    "agrees": "green",
+    "differs": "yellow",
+    "late": "red",
+    "no answer": "red",
+    "not used": "red",
 }
 _NUMBERS = {"SCORE", "LOAD AGE", "MS", "TOOK", "SHARE", "TTFT", "MESSAGES"}
 
@@ -55,10 +63,19 @@ def show_why(console: Console, story: Story) -> None:
         decided = line.message
         if isinstance(decided, RouteDecided):
             head = f"request {decided.request_id}  {phrase_of(decided)}"
-            console.print(head, highlight=False, soft_wrap=True)
+            console.print(head, highlight=False, markup=False, soft_wrap=True)
             rows = [_candidate_row(candidate, decided) for candidate in ranked(decided)]
             if rows:
                 _table(console, WHY_HEAD, rows)
+            asked = [_opinion_row(opinion) for opinion in opinions_of(story, line)]
+            if asked:
+                _table(console, ASKED_HEAD, asked)
+
+
+def _opinion_row(opinion: Opinion) -> tuple[str, ...]:
+    after = milliseconds(opinion.after_ms) if opinion.answer else "-"
+    reason = opinion.answer.reason if opinion.answer else ""
+    return (opinion.router, opinion.part, opinion.said, after, opinion.verdict, printable(reason))
 
 
 def ranked(decided: RouteDecided) -> list[Candidate]:
