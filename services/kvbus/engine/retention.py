@@ -1,7 +1,7 @@
 """The conversations whose blocks a decode engine keeps: how long, how many, and who gets them.
 
     HELD ──ordered──► SERVING ──ranks quiet──► gone
-      │ expired, evicted, replaced, released
+      │ expired, evicted, superseded, released
       ▼
     gone (ReuseWithdrawn, except where the other side said it)
 
@@ -19,6 +19,9 @@ from kvbus_schemas import Post, ReuseOffered, ReuseWithdrawn
 
 REUSE = "reuse"
 """The receiver of what decode engines tell the reuse process."""
+SUPERSEDED_S = 1.0
+"""How long the offer of a conversation's turn outlives that of the next one: a turn that is over soon ends before its
+prefill, for which the older one was claimed, has come to order it."""
 
 Reason = Literal["expired", "evicted", "taken", "released", "restarted"]
 
@@ -61,6 +64,8 @@ class Retention:
         self.offers: dict[str, Held] = {}
         self.by_conversation: dict[str, str] = {}
         self.serving: dict[str, str] = {}
+        self._superseded: dict[str, float] = {}
+        """Until when the offers of earlier turns are still kept."""
         self._references: Counter[int] = Counter()
         """How many offers keep a block: conversations with a common beginning share its blocks."""
         self._seq = 0
@@ -73,13 +78,14 @@ class Retention:
     def keep(self, conversation: str, tokens: Sequence[int], block_ids: list[int], now_s: float) -> Freed:
         """A turn has ended and the pool has a reference more on each of its blocks: offer them.
 
-        `tokens` are those whose KV exists. The conversation's older offer goes, and the oldest of all until there
+        `tokens` are those whose KV exists. The conversation's older offer goes soon, and the oldest of all until there
         is room; an offer that is larger than the room is not kept at all.
         """
-        freed = self._let_go(self.by_conversation.get(conversation, ""), None)
         if len(block_ids) > self.blocks_max:
-            freed.block_ids += block_ids
-            return freed
+            return Freed(list(block_ids))
+        freed, older = Freed(), self.by_conversation.get(conversation)
+        if older is not None:
+            self._superseded[older] = now_s + SUPERSEDED_S
         while self.blocks + sum(block_id not in self._references for block_id in block_ids) > self.blocks_max:
             more = self.evict_oldest()
             if not more.block_ids:
@@ -115,15 +121,21 @@ class Retention:
         return self._let_go(offer_id, None)
 
     def evict_oldest(self) -> Freed:
-        """Memory is short: the oldest offer that nobody is taking goes."""
+        """Memory is short: the oldest offer that nobody is taking goes, those first that are to go anyhow."""
+        for offer_id in self._superseded:
+            if not self.offers[offer_id].transfer_id:
+                return self._let_go(offer_id, None)
         for held in self.offers.values():
             if not held.transfer_id:
                 return self._let_go(held.offer_id, "evicted")
         return Freed()
 
     def tick(self, now_s: float) -> Freed:
-        """Offers end `ttl_s` after their turn, whatever has happened since."""
+        """Offers end `ttl_s` after their turn, whatever has happened since, or soon after a newer one."""
         freed = Freed()
+        for offer_id, until_s in list(self._superseded.items()):
+            if now_s >= until_s:
+                freed.add(self._let_go(offer_id, None))
         for held in list(self.offers.values()):
             if now_s < held.expires_s:
                 break  # they expire in the order of their turns
@@ -133,14 +145,17 @@ class Retention:
 
     def due(self, now_s: float) -> bool:
         """Whether `tick` has something to do, or ranks are still writing."""
+        if self.serving or any(now_s >= until_s for until_s in self._superseded.values()):
+            return True
         first = next((held for held in self.offers.values() if not held.transfer_id), None)
-        return bool(self.serving) or (first is not None and now_s >= first.expires_s)
+        return first is not None and now_s >= first.expires_s
 
     def _let_go(self, offer_id: str, reason: Reason | None, *, served: bool = False) -> Freed:
         held = self.offers.get(offer_id)
         if held is None or (held.transfer_id and not served):
             return Freed()
         del self.offers[offer_id]
+        self._superseded.pop(offer_id, None)
         if self.by_conversation.get(held.conversation) == offer_id:
             del self.by_conversation[held.conversation]
         self._forget(held.block_ids)
