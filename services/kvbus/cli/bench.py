@@ -11,6 +11,7 @@ def register(app: typer.Typer) -> None:
     from kvbus.bench.multiturn import register_bench as register_multiturn
     from kvbus.bench.policies import register_bench as register_policies
     from kvbus.bench.reuse import register_bench as register_reuse
+    from kvbus.bench.route import register_bench as register_route
     from kvbus.bench.router import register_bench as register_router
     from kvbus.bench.traffic import register_bench as register_traffic
     from kvbus.bench.workload import register_bench as register_workload
@@ -22,4 +23,5 @@ def register(app: typer.Typer) -> None:
     register_workload(bench)
     register_traffic(bench)
     register_policies(bench)
+    register_route(bench)
     app.add_typer(bench, name="bench")

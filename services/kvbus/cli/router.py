@@ -16,7 +16,7 @@ def router(
     port: Annotated[int | None, typer.Option(help="port to listen on; 0 takes a free one [8000]")] = None,
     policy: Annotated[str | None, typer.Option(help="round_robin, least_loaded, or module:Class")] = None,
     guest: Annotated[str | None, typer.Option(help="router on the bus that decides, by its name [none]")] = None,
-    guest_deadline_ms: Annotated[float | None, typer.Option(help="milliseconds to wait for its answer [20]")] = None,
+    guest_deadline_ms: Annotated[float | None, typer.Option(help="milliseconds to wait for its answer [50]")] = None,
     shadow: Annotated[
         list[str] | None, typer.Option(help="router on the bus to compare with, or `all`; repeatable")
     ] = None,

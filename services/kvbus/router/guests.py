@@ -31,6 +31,8 @@ from kvbus_schemas import EVERYONE, AnyMessage, Post, RouteAnswered, RouteAsked,
 
 OUTBOX_MAX = 1024
 """Questions to shadows that wait to be sent; beyond it they are left out and counted."""
+GRACE_TURNS = 4
+"""Turns of the event loop from bytes on the socket to an answer: a busy router must not call late what is in time."""
 WARN_EVERY_S = 10.0
 """Of each guest and outcome one line in the log in so long."""
 QUIET = frozenset({"used", "agreed", "differed", "stray"})
@@ -154,7 +156,7 @@ class Guests:
         loop = asyncio.get_running_loop()
         waiting: asyncio.Future[Heard] = loop.create_future()
         self._waiting[ask_id] = waiting
-        timer = loop.call_later(self._deadline_ms / 1000.0, self._expire, ask_id)
+        timer = loop.call_later(self._deadline_ms / 1000.0, self._expire, ask_id, GRACE_TURNS)
         try:
             await bus.publish(_asked(question, ask_id, transfer_id, self._deadline_ms), guest)
             return await waiting
@@ -193,7 +195,13 @@ class Guests:
         source, _, ask_id = subject.split(".")[-3:]
         self._settle(self._asks.undecodable(ask_id, source, time.monotonic()))
 
-    def _expire(self, ask_id: str) -> None:
+    def _expire(self, ask_id: str, turns_left: int) -> None:
+        """The deadline has passed; what has arrived by then, and waits to be read, still counts."""
+        if ask_id not in self._waiting:
+            return
+        if turns_left:
+            asyncio.get_running_loop().call_soon(self._expire, ask_id, turns_left - 1)
+            return
         heard = self._asks.expired(ask_id, self._deadline_ms, time.monotonic())
         if heard is not None:
             self._settle(heard)

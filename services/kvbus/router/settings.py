@@ -14,7 +14,7 @@ class RouterSettings(BusSettings, frozen=True, forbid_unknown_fields=True):
     """An entry point of the group `kvbus.policies`, or `module:Class`."""
     guest: str = ""
     """A router on the bus that decides instead of the policy, by its name; the policy is its fallback."""
-    guest_deadline_ms: float = 20.0
+    guest_deadline_ms: float = 50.0
     """A request waits so long, in milliseconds, for the guest's answer."""
     shadow: tuple[str, ...] | str = ()
     """Routers on the bus whose answers are only compared, by name; `all` asks whoever listens. In one string, with
