@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from collections import Counter
 from itertools import pairwise
@@ -18,7 +19,7 @@ from kvbus.cli import replay as command
 from kvbus.embedded import EmbeddedNats
 from kvbus.errors import CommandFailed, ConfigError
 from kvbus.matcher.core import MatcherCore
-from kvbus.replay import live, matcher
+from kvbus.replay import live, matcher, reuse
 from kvbus.replay.compare import Outcome, report_of
 from kvbus.replay.pace import Pace
 from kvbus.replay.recording import Gone, Recording, read
@@ -191,6 +192,24 @@ async def test_a_live_matcher_decides_as_recorded_at_a_multiple_of_the_speed() -
 
 
 @pytest.mark.nats
+async def test_a_live_reuse_process_on_a_scratch_bus_answers_as_recorded() -> None:
+    recording = recording_of("conversations")
+    outcome = await live.replay(recording, Pace("max"), against="reuse")
+    granted = [one for one in outcome.replayed if isinstance(one.message, ReuseAnswered) and one.message.grant]
+    assert len(granted) > 15
+    assert report_of(recording, outcome, reuse.replay).differences == []
+
+
+@pytest.mark.nats
+async def test_a_live_reuse_process_that_is_told_something_else_is_found_out(tmp_path: Path) -> None:
+    text = (HERE / "conversations.jsonl").read_text()
+    whole = read(re.sub(r'("type":"ReuseOffered".{0,2000}?"token_count":)\d+', r"\g<1>77", text).splitlines())
+    part = Recording(tuple(event for event in whole.events if event.at_s < whole.began_s + 4.0))
+    outcome = await live.replay(part, Pace("max"), against="reuse")
+    assert any(one.kind == "changed" for one in report_of(part, outcome, reuse.replay).differences)
+
+
+@pytest.mark.nats
 async def test_the_streams_own_replay_keeps_the_original_timing(nats_server: EmbeddedNats) -> None:
     bus = await Bus.connect(BusSettings(nats=nats_server.url), name="timing", incarnation="i")
     for number in range(3):
@@ -225,7 +244,7 @@ async def test_a_bus_on_which_engines_live_is_no_scratch_bus() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--against", "reuse", "--live"], "--live plays to a matcher"),
+        (["--against", "router", "--live"], "--live plays to a matcher or a reuse"),
         (["--against", "matcher", "--policy", "round_robin"], "--policy is for --against router"),
         (["--against", "router", "--policy", "nobodys"], "unknown policy"),
         (["--against", "matcher", "--speed", "soon"], "original, max, or a factor"),

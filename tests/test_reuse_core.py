@@ -46,6 +46,15 @@ def kept(verdict: Verdict, passed_s: float = 0.0) -> Found:
     return Found(verdict.write, 9, verdict.write.lifetime_s + verdict.write.slack_s - passed_s)
 
 
+def test_an_offer_is_as_old_as_its_turn_however_late_it_was_heard_of() -> None:
+    late = kept(offered(OFFER, age_s=100.0), passed_s=12.5)
+    assert late.record is not None
+    assert decode(encode(late.record)) == late.record
+    answer = asked(late).answer
+    assert answer is not None
+    assert answer.age_s == pytest.approx(112.5)
+
+
 def released(offer_id: str, reason: str, to: str = "d0") -> Post:
     return Post(to, ReuseReleased(conversation=KEY, offer_id=offer_id, transfer_id="", reason=reason))
 

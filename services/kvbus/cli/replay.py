@@ -34,7 +34,7 @@ def replay(
     against: Annotated[Against, typer.Option(help="What decides again.")],
     policy: Annotated[str, typer.Option(help="With router: by name or module:Class; else the recorded.")] = "",
     speed: Annotated[str, typer.Option(help="original, max, or how many times as fast.")] = "max",
-    as_live: Annotated[bool, typer.Option("--live", help="A real process on a scratch bus (matcher only).")] = False,
+    as_live: Annotated[bool, typer.Option("--live", help="A real matcher or reuse process on a scratch bus.")] = False,
     nats: Annotated[str, typer.Option(help="With --live: this scratch bus; else one is started.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -42,8 +42,8 @@ def replay(
 
     With --policy, tell what that policy would have chosen, and estimate what that would have done.
     """
-    if as_live and against is not Against.MATCHER:
-        raise ConfigError("--live plays to a matcher: use --against matcher")
+    if as_live and against is Against.ROUTER:
+        raise ConfigError("--live plays to a matcher or a reuse process: use --against matcher or reuse")
     if policy and against is not Against.ROUTER:
         raise ConfigError("--policy is for --against router")
     recording = _read(file)
@@ -67,7 +67,10 @@ def _read(file: Path) -> Recording:
 
 def _decide_again(recording: Recording, against: Against, pace: Pace, nats: str | None, *, as_json: bool) -> int:
     core = matcher.replay if against is Against.MATCHER else reuse.replay
-    outcome = core(recording, pace=pace.sleep) if nats is None else asyncio.run(live.replay(recording, pace, nats))
+    if nats is None:
+        outcome = core(recording, pace=pace.sleep)
+    else:
+        outcome = asyncio.run(live.replay(recording, pace, nats, against.value))
     report = report_of(recording, outcome, core)
     if as_json:
         print(json.dumps(render.report_json(recording, report, against)))

@@ -82,7 +82,7 @@ class Counting:
         tally.observe("kvbus_engine_handoff_seconds", done.handoff_ms / 1e3, kind)
         tally.observe("kvbus_engine_write_seconds", done.duration_ms / 1e3, kind)
         tally.add("kvbus_engine_written_bytes", kind, by=done.bytes)
-        tally.add("kvbus_engine_tail_bytes", kind, by=done.tail_bytes)
+        tally.add("kvbus_engine_tail_bytes", kind, by=min(done.tail_bytes, done.bytes))
         tally.add("kvbus_engine_writes", kind, by=done.writes)
         if kind == REUSE and done.rank == 0:
             tally.add("kvbus_engine_reuse_given_blocks", by=sum(count for _, count in done.ranges))

@@ -162,8 +162,6 @@ def _off(recorded: Decision, replayed: Decision, gaps: Sequence[tuple[float, flo
     off = {name: (then, now[name]) for name, then in recorded.times().items() if abs(then - now[name]) > TOLERANCE_S}
     if in_gap(replayed.at_s, gaps):
         off.pop("at_s", None)
-    if "age_s" in off and any(in_gap(one.at_s - one.times()["age_s"], gaps) for one in (recorded, replayed)):
-        del off["age_s"]
     return off
 
 

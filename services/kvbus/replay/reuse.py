@@ -1,8 +1,7 @@
 """A recording against fresh reuse cores and an empty bucket, with recorded times as their clock. Pure.
 
 An answer names no question, so each is taken to answer the oldest open question of that asker about that conversation.
-A question that nobody answered, in a gap between two processes, was claimed by nobody. The age of an offer that was
-made in such a gap counts for nothing: the next process says how long *it* has known it.
+A question that nobody answered, in a gap between two processes, was claimed by nobody.
 """
 
 import math
@@ -23,6 +22,7 @@ from kvbus.reuse.memory import Memory
 from kvbus.reuse.record import Record
 from kvbus_schemas import EngineCard, Message, ReuseAnswered, ReuseAsked, ReuseOffered, ReuseReleased, ReuseWithdrawn
 
+DECISIONS = (ReuseAnswered, ReuseReleased)
 ANSWER_MAX_S = 5.0
 """An answer comes within this time, or none does."""
 MEMORY_MAX = 50_000
@@ -127,18 +127,28 @@ class _Process:
 
 def replay(recording: Recording, rules: Rules | None = None, pace: Pace = at_once) -> Outcome:
     """Feed the recording to fresh cores. `pace` is called with the time of each line before it."""
-    words = [event for event, _ in recording.said() if is_reuse(recording, event)]
-    gaps = gaps_of((event.at_s, event.sender) for event in words)
-    questions, unanswered = _answers_of(recording, gaps)
     process = _Process(rules or Rules(), recording.began_s)
-    inputs = [
+    for event in inputs_of(recording):
+        pace(event.at_s)
+        process.take(event)
+    return outcome_of(recording, process.decisions)
+
+
+def inputs_of(recording: Recording) -> list[Event]:
+    """What a reuse process hears, but for questions that were asked while none was there."""
+    gaps = _gaps(recording)
+    _, unanswered = _answers_of(recording, gaps)
+    return [
         event
         for event in recording.events
         if is_heard(event) and not (event.number in unanswered and in_gap(event.at_s, gaps))
     ]
-    for event in inputs:
-        pace(event.at_s)
-        process.take(event)
+
+
+def outcome_of(recording: Recording, replayed: list[Decision]) -> Outcome:
+    """Replayed decisions beside the recorded ones."""
+    words, gaps = _words(recording), _gaps(recording)
+    questions, _ = _answers_of(recording, gaps)
     recorded = [
         Decision(event.key, event.to, event.at_s, event.message, _slot(questions[event.number]))
         for event in words
@@ -147,9 +157,17 @@ def replay(recording: Recording, rules: Rules | None = None, pace: Pace = at_onc
     recorded += [
         _said(event.message, event.to, event.at_s) for event in words if isinstance(event.message, ReuseReleased)
     ]
-    several = len({event.sender for event in words}) > 1
-    replayed = _forgiving(recorded, process.decisions) if several else process.decisions
-    return Outcome(recorded, replayed, inputs=inputs, gaps=gaps)
+    if len({event.sender for event in words}) > 1:
+        replayed = _forgiving(recorded, replayed)
+    return Outcome(recorded, replayed, inputs=inputs_of(recording), gaps=gaps)
+
+
+def _words(recording: Recording) -> list[Event]:
+    return [event for event, _ in recording.said() if is_reuse(recording, event.sender)]
+
+
+def _gaps(recording: Recording) -> list[tuple[float, float]]:
+    return gaps_of((event.at_s, event.sender) for event in _words(recording))
 
 
 def is_heard(event: Event) -> bool:
@@ -159,14 +177,20 @@ def is_heard(event: Event) -> bool:
     return event.to == REUSE and isinstance(event.message, ReuseOffered | ReuseAsked)
 
 
-def is_reuse(recording: Recording, event: Event) -> bool:
+def is_reuse(recording: Recording, sender: str) -> bool:
     """Reuse processes are named after what they are; an engine may be called anything."""
-    return event.sender.split("-")[0] == REUSE and event.sender not in recording.engines
+    return sender.split("-", maxsplit=1)[0] == REUSE and sender not in recording.engines
 
 
 def _said(message: Message, to: str, at_s: float) -> Decision:
-    slot = f"{message.offer_id} {message.reason}" if isinstance(message, ReuseReleased) else ""
-    return Decision(message.key, to, at_s, message, slot)
+    return Decision(message.key, to, at_s, message, slot_of(message, 0))
+
+
+def slot_of(message: Message, asked_on: int) -> str:
+    """What tells a decision from another of the same kind; an answer is that to the question on line `asked_on`."""
+    if isinstance(message, ReuseReleased):
+        return f"{message.offer_id} {message.reason}"
+    return _slot(asked_on) if isinstance(message, ReuseAnswered) else ""
 
 
 def _slot(asked_on: int) -> str:
@@ -182,7 +206,7 @@ def _answers_of(recording: Recording, gaps: Sequence[tuple[float, float]]) -> tu
     for event in recording.events:
         if isinstance(event.message, ReuseAsked) and event.to == REUSE:
             asked[event.sender, event.key].append(event)
-        elif isinstance(event.message, ReuseAnswered) and is_reuse(recording, event):
+        elif isinstance(event.message, ReuseAnswered) and is_reuse(recording, event.sender):
             waiting = asked[event.to, event.key]
             while waiting and (
                 waiting[0].at_s < event.at_s - ANSWER_MAX_S or (len(waiting) > 1 and in_gap(waiting[0].at_s, gaps))

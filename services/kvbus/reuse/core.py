@@ -131,7 +131,8 @@ def judge_offer(
         return Verdict("stale")
     if old is not None and old.knows(offer):
         return Verdict("repeated" if offer.offer_id == old.offer_id else "late")
-    record = record_of(offer, left_s, old.history(offer.engine_id, offer.incarnation) if old else [])
+    before = old.history(offer.engine_id, offer.incarnation) if old else []
+    record = record_of(offer, left_s, before, age_s=max(0.0, age_s))
     posts: list[Post] = []
     if old is not None and found is not None and found.is_held and old_is_live:
         posts.append(_released(offer.conversation, old, "replaced"))
@@ -206,7 +207,7 @@ def judge_ask(  # noqa: PLR0911  (one for each reason)
     answer = ReuseAnswered(
         conversation=asked.conversation,
         grant=_grant(asked, record, transfer_id),
-        age_s=round(max(0.0, record.lifetime_s - found.left_s), 3),
+        age_s=round(record.age_s + max(0.0, record.lifetime_s - found.left_s), 3),
     )
     taken = record.is_over("claimed", found.key_left_s) if asked.claim else None
     return Verdict("granted" if asked.claim else "looked", write=taken, answer=answer)

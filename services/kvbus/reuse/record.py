@@ -34,6 +34,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     compat_hash: str = ""
     lifetime_s: float
     """Seconds from the moment when this was written to the offer's end."""
+    age_s: float = 0.0
+    """How old the offer was at that moment; above 0 where it came out of the stream."""
     over: MissReason | None = None
     """Why there is nothing to be had; None: there is."""
     before: list[Spoken] = []
@@ -65,8 +67,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return others[:BEFORE_MAX]
 
 
-def record_of(offer: ReuseOffered, lifetime_s: float, before: list[Spoken]) -> Record:
-    """What is kept of an offer that has `lifetime_s` left."""
+def record_of(offer: ReuseOffered, lifetime_s: float, before: list[Spoken], age_s: float = 0.0) -> Record:
+    """What is kept of an offer that was made `age_s` ago and has `lifetime_s` left."""
     return Record(
         offer_id=offer.offer_id,
         offer_seq=offer.offer_seq,
@@ -77,6 +79,7 @@ def record_of(offer: ReuseOffered, lifetime_s: float, before: list[Spoken]) -> R
         chain=offer.chain,
         compat_hash=offer.compat_hash,
         lifetime_s=lifetime_s,
+        age_s=age_s,
         before=before,
     )
 

@@ -108,6 +108,8 @@ class Dispatch:
         self.decode = decode
         self.reuse = reuse
         """What prefill may take over from a decode."""
+        self.after_ms = 0.0
+        """From the request's arrival to this dispatch."""
         self.streaming = False
         self.open: set[Leg] = set()
         self._choice = choice
@@ -138,6 +140,7 @@ class Dispatch:
                 conversation=facts.conversation,
                 deadline_s=self.deadline_s,
                 decided_us=decided_us,
+                after_ms=self.after_ms,
                 asked=basis.asked,
                 engines=basis.engines,
                 engines_left_out=basis.left_out,

@@ -40,6 +40,7 @@ class Metrics:
         self._bus_told: dict[str, int] = {}
         self.count_request = self._request_counter()
         self._reuse_child = cache(self._reuse.labels)
+        self._reuse_child("hit", "")  # from the start, so that the share of hits is 0 and not unknown
         self._holders: set[str] = set()
 
     def retried(self) -> None:

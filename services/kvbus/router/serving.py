@@ -92,6 +92,7 @@ class Serving:
             prefills = self._parts.chooser.fleet.alive("prefill", static=False)
             await self._parts.reuse.claim(self._turn, self.identity.request_id, prefills)
         dispatch, decided_us = await self._new_dispatch(attempt)
+        dispatch.after_ms = round((time.monotonic() - self.request.arrived_s) * 1e3, 3)
         self.dispatch = dispatch
         await self._parts.post((*self._bind(dispatch), dispatch.decided(decided_us)))
         if dispatch.mode == "early":

@@ -11,6 +11,7 @@ from rich.text import Text
 from kvbus.trace.core import Line, Story
 from kvbus.trace.opinions import Opinion, opinions_of
 from kvbus.trace.phrases import milliseconds, phrase_of, printable
+from kvbus.trace.split import split_of
 from kvbus_schemas import Candidate, RouteDecided
 
 LIST_HEAD = ("TIME", "REQUEST", "TRANSFER", "MODE", "PREFILL", "DECODE", "OUTCOME", "TTFT", "MESSAGES")
@@ -55,6 +56,10 @@ def show_story(console: Console, story: Story) -> None:
     if len(stages) > 1:
         console.print()
         _table(console, STAGE_HEAD, stage_rows(story))
+    split = split_of(story)
+    if split is not None:
+        parts = " + ".join(f"{name} {took_ms:.1f}" for name, took_ms in split.stages.items())
+        console.print(f"\nfirst byte after {split.ttft_ms:.1f} ms = {parts}", highlight=False)
 
 
 def show_why(console: Console, story: Story) -> None:
@@ -141,7 +146,9 @@ def details(story: Story) -> dict[str, Any]:
         for line in story.lines
     ]
     stages = [{"stage": s.name, "ms": round(s.at_ms, 3), "took_ms": round(s.took_ms, 3)} for s in story.stages()]
-    return summary(story) | {"timeline": timeline, "stages": stages}
+    split = split_of(story)
+    parts = {name: round(took_ms, 3) for name, took_ms in split.stages.items()} if split else {}
+    return summary(story) | {"timeline": timeline, "stages": stages, "ttft_stages_ms": parts}
 
 
 def _offset(story: Story, line: Line) -> float:
