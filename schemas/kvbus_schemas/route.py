@@ -69,6 +69,10 @@ class RouteDecided(Message, frozen=True, kw_only=True):
     """From the request's arrival at the router to this transfer's first choice, in milliseconds."""
     canary: bool = False
     """True: the request belonged to the share that is sent to a canary, whoever decided in the end."""
+    prompt_tokens: int = 0
+    """Length of the prompt, at a guess of the router's; 0: not known."""
+    head: str = ""
+    """Digest of how the prompt begins, under the routers' secret; equal where two prompts begin alike."""
 
     @property
     def key(self) -> str:
@@ -122,6 +126,10 @@ class RouteAsked(Message, frozen=True, kw_only=True):
     attempt: int = 1
     transfer_id: str = ""
     """The dispatch that this is asked for."""
+    prompt_tokens: int = 0
+    """Length of the prompt, at a guess of the router's; 0: not known."""
+    head: str = ""
+    """Digest of how the prompt begins, under the routers' secret; equal where two prompts begin alike."""
 
     @property
     def key(self) -> str:

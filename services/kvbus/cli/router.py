@@ -14,7 +14,7 @@ def router(
     nats: Annotated[str | None, typer.Option(help="NATS URL [KVBUS_NATS]")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on [127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="port to listen on; 0 takes a free one [8000]")] = None,
-    policy: Annotated[str | None, typer.Option(help="round_robin, least_loaded, or module:Class")] = None,
+    policy: Annotated[str | None, typer.Option(help="weighed, round_robin, ... (see README), or module:Class")] = None,
     guest: Annotated[str | None, typer.Option(help="router on the bus that decides, by its name [none]")] = None,
     guest_deadline_ms: Annotated[float | None, typer.Option(help="milliseconds to wait for its answer [50]")] = None,
     shadow: Annotated[

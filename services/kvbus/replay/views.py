@@ -121,6 +121,8 @@ def _question(event: Event, decided: RouteDecided, known: _Known) -> RouteQuesti
         asked=_asked_mode(decided, is_second=is_second),
         part="decode" if is_second else "both",
         attempt=decided.attempt,
+        prompt_tokens=decided.prompt_tokens,
+        head=decided.head,
     )
 
 

@@ -88,11 +88,13 @@ class TokenSize:
 
     def __init__(self, start: float) -> None:
         self.bytes = start
+        self._prompts = 0
 
     def learn(self, size: int, token_count: int) -> None:
         """A prompt of so many bytes has become so many tokens."""
         if size and token_count > 0:
-            self.bytes += RATIO_WEIGHT * (size / token_count - self.bytes)
+            self._prompts += 1
+            self.bytes += max(RATIO_WEIGHT, 1 / self._prompts) * (size / token_count - self.bytes)
 
     def tokens(self, size: int) -> int:
         """Of a prompt of so many bytes, at a guess."""

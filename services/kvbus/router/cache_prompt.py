@@ -73,6 +73,24 @@ class Prompt:
         return True
 
 
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one request's prompt before it is dispatched."""
+
+    prompt: Prompt | None = None
+    tokens: int = 0
+    """Its length, at a guess; 0 where the request has no prompt to speak of."""
+    hits: Mapping[str, int] = {}
+    """Tokens that each engine holds."""
+    head: str = ""
+
+    def work(self, engine_id: str) -> int:
+        """Tokens that the engine has to compute for it, at a guess."""
+        return max(1, self.tokens - self.hits.get(engine_id, 0))
+
+
+NOTHING_READ = Reading()
+
+
 def step_at(position: int) -> int:
     """How far the mark after `position` is from it, in bytes."""
     if position < DENSE_BYTES:

@@ -1,10 +1,14 @@
 """From the fleet to a policy's question, and from its answer to engines. The policy is somebody else's code: what it
 answers is checked. Pure but for the policy."""
 
+from collections.abc import Mapping
+
 import msgspec
 
 from kvbus.router.basis import Basis, basis_of
 from kvbus.router.bodies import Asked
+from kvbus.router.cache_index import State
+from kvbus.router.cache_prompt import NOTHING_READ, Reading
 from kvbus.router.fleet import Engine, Fleet, compatible, rested
 from kvbus.router.offered import offered_in
 from kvbus.router.policies import Policy, RouteChoice, RouteQuestion
@@ -33,13 +37,24 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     holder_id: str = ""
     """The decode that holds the conversation, and how many tokens of it."""
     held_tokens: int = 0
+    reading: Reading = NOTHING_READ
+    """What is known of the prompt."""
+    caches: Mapping[str, State] = {}
+    """How well each engine's prefix cache is known."""
 
     def views(self, engines: list[Engine]) -> list[EngineView]:
         """The engines as a policy sees them, without those that failed."""
         return [
-            engine.view(self.now_s, self.held_tokens if engine.engine_id == self.holder_id else 0)
+            engine.view(self.now_s, self._hit(engine), self.caches.get(engine.engine_id, ""))
             for engine in rested(engines, self.now_s, self.tried)
         ]
+
+    def _hit(self, engine: Engine) -> int:
+        """What the engine holds of the prompt, or, as a prefill, gets back of its conversation."""
+        cached = self.reading.hits.get(engine.engine_id, 0)
+        if engine.role == "prefill" or engine.engine_id == self.holder_id:
+            return max(cached, self.held_tokens)
+        return cached
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +104,9 @@ class Chooser:
             conversation=situation.conversation,
             asked=mode,
             attempt=situation.attempt,
+            prompt_tokens=situation.reading.tokens,
+            head=situation.reading.head,
+            free=mode == "pull" and situation.asked is None,
         )
 
     def decode_question(self, asked: Asked, request_id: str, prefill: Engine, situation: Situation) -> RouteQuestion:
@@ -107,6 +125,8 @@ class Chooser:
             asked="deferred",
             part="decode",
             attempt=situation.attempt,
+            prompt_tokens=situation.reading.tokens,
+            head=situation.reading.head,
         )
 
     def decide(self, question: RouteQuestion, policy: Policy | None = None, *, canary: bool = False) -> Chosen:

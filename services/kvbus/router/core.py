@@ -110,6 +110,8 @@ class Dispatch:
         """What prefill may take over from a decode."""
         self.after_ms = 0.0
         """From the request's arrival to this dispatch."""
+        self.work_tokens = 0
+        """Prompt tokens that have to be computed for it, at a guess."""
         self.streaming = False
         self.open: set[Leg] = set()
         self._choice = choice
@@ -145,6 +147,8 @@ class Dispatch:
                 engines=basis.engines,
                 engines_left_out=basis.left_out,
                 canary=basis.canary,
+                prompt_tokens=basis.prompt_tokens,
+                head=basis.head,
                 trace_id=facts.trace_id,
                 span_id=facts.span_id,
             ),
@@ -157,6 +161,10 @@ class Dispatch:
         self._choice, self._basis = choice, basis
         self.decode = decode
         self.deadline_s = deadline_s
+
+    def work_of(self, leg: Leg) -> int:
+        """Prompt tokens that this leg's engine has to compute, at a guess."""
+        return self.work_tokens if leg == "prefill" or self.mode == "local" else 0
 
     def ticket(self, leg: Leg) -> Ticket:
         """The ticket of a leg, in modes early and deferred; in mode local one by which decode keeps a conversation."""

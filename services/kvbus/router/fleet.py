@@ -1,6 +1,7 @@
 """The engines that a router knows: cards and loads in, candidates out. Pure; times are the caller's monotonic clock."""
 
 from collections.abc import Collection, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -11,6 +12,14 @@ REST_S = 2.0
 """An engine that failed a request is passed over for so long, in seconds, where there is another one."""
 RETURN_GRACE_S = 8.0
 """After NATS came back, engines have so long to renew their cards before a missing card counts as a dead engine."""
+
+
+CACHE = "cache"
+"""Capability of an engine that says what its prefix cache holds."""
+WORK_TOKENS = 1000.0
+"""Prompt tokens that a request of another router stands for until this one has sent some to the engine."""
+WORK_WEIGHT = 0.1
+"""Of the newest request in the average of what requests have to compute."""
 
 
 class Engine(msgspec.Struct, kw_only=True):
@@ -30,14 +39,31 @@ class Engine(msgspec.Struct, kw_only=True):
     sent_since_load: int = 0
     in_flight: int = 0
     """Requests of this router that the engine has not finished."""
+    says_cache: bool = False
+    """It says what its prefix cache holds."""
+    work_tokens: int = 0
+    """Prompt tokens that those requests had to compute."""
+    mean_work: float = WORK_TOKENS
+    in_flight_at_load: int = 0
     rests_until_s: float = 0.0
     missing: bool = False
 
-    def view(self, now_s: float, hit_tokens: int = 0) -> EngineView:
-        """As a policy sees it. Without a report, what this router itself has in flight stands in for the load."""
+    def view(self, now_s: float, hit_tokens: int = 0, cache: Literal["", "exact", "degraded"] = "") -> EngineView:
+        """As a policy sees it. Without a report, what this router itself has in flight stands in for the load.
+
+        What others have sent is reckoned from the report's count, each at the average of this router's own.
+        """
         load = self.load
         if load is None:
-            return EngineView(engine_id=self.engine_id, role=self.role, running=self.in_flight, hit_tokens=hit_tokens)
+            return EngineView(
+                engine_id=self.engine_id,
+                role=self.role,
+                running=self.in_flight,
+                hit_tokens=hit_tokens,
+                queued_tokens=self.work_tokens,
+                cache=cache,
+            )
+        others = max(0, load.running + load.waiting - self.in_flight_at_load)
         return EngineView(
             engine_id=self.engine_id,
             role=self.role,
@@ -47,6 +73,8 @@ class Engine(msgspec.Struct, kw_only=True):
             total_blocks=load.total_blocks,
             load_age_ms=(now_s - self.load_at_s) * 1000.0,
             hit_tokens=hit_tokens,
+            queued_tokens=self.work_tokens + int(others * self.mean_work),
+            cache=cache,
         )
 
 
@@ -79,6 +107,7 @@ class Fleet:
             incarnation=card.incarnation,
             compat_hash=card.compat_hash,
             draining=card.draining,
+            says_cache=CACHE in card.capabilities,
         )
         return known
 
@@ -113,19 +142,23 @@ class Fleet:
             engine.load = report
             engine.load_at_s = now_s
             engine.sent_since_load = 0
+            engine.in_flight_at_load = engine.in_flight
 
-    def sent(self, engine_id: str) -> None:
-        """A leg is on its way to the engine."""
+    def sent(self, engine_id: str, work_tokens: int = 0) -> None:
+        """A leg is on its way to the engine, which has to compute so many prompt tokens for it, at a guess."""
         engine = self.engines.get(engine_id)
         if engine is not None:
             engine.sent_since_load += 1
             engine.in_flight += 1
+            engine.work_tokens += work_tokens
+            engine.mean_work += WORK_WEIGHT * (work_tokens - engine.mean_work)
 
-    def finished(self, engine_id: str) -> None:
-        """That leg is over."""
+    def finished(self, engine_id: str, work_tokens: int = 0) -> None:
+        """That leg is over; `work_tokens` as when it was sent."""
         engine = self.engines.get(engine_id)
         if engine is not None and engine.in_flight:
             engine.in_flight -= 1
+            engine.work_tokens = max(0, engine.work_tokens - work_tokens)
 
     def failed(self, engine_id: str, now_s: float) -> None:
         """The engine failed a request: let it rest."""

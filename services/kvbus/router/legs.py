@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
+from kvbus.router.cache import Caching
 from kvbus.router.chooser import Chooser
 from kvbus.router.core import Dispatch, Leg
 from kvbus.router.fleet import Engine
@@ -22,6 +23,7 @@ class Parts(Protocol):
     settings: RouterSettings
     chooser: Chooser
     guests: Guests
+    caching: Caching
     reuse: Reuse
 
     @property
@@ -54,14 +56,14 @@ class Legs:
         engine = _engine(dispatch, leg)
         origin = self._parts.origin(engine.http_url)
         dispatch.sent(leg)
-        self._parts.chooser.fleet.sent(engine.engine_id)
+        self._parts.chooser.fleet.sent(engine.engine_id, dispatch.work_of(leg))
         exchange = await origin.send(self._request.method, self._request.target, self._identity.leg_headers, body)
         self.exchanges[leg] = exchange
         return exchange
 
     def over(self, dispatch: Dispatch, leg: Leg) -> None:
         """The leg is done with, one way or another."""
-        self._parts.chooser.fleet.finished(_engine(dispatch, leg).engine_id)
+        self._parts.chooser.fleet.finished(_engine(dispatch, leg).engine_id, dispatch.work_of(leg))
         self._abandon(leg)
 
     def close(self, leg: Leg) -> None:

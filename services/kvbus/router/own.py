@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvbus.router.cache import Caching
 from kvbus.router.chooser import Chooser
 from kvbus.router.fleet import Engine, Fleet
 from kvbus.router.gate import Gate
@@ -32,6 +33,7 @@ class Owner(Protocol):
     metrics: Metrics
     presence: Presence
     server: Server
+    caching: Caching
 
     def origin(self, url: str) -> Origin: ...
 
@@ -90,6 +92,7 @@ class OwnPages:
             bus=router.presence.counters,
             held_blocks=router.fleet.held_blocks(),
         )
+        router.caching.count()
         reply.whole(OK, [(b"content-type", CONTENT_TYPE)], router.metrics.text())
 
     async def _models(self, request: Request, reply: Reply) -> None:

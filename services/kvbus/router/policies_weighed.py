@@ -15,7 +15,7 @@ little beside computing them, so that a conversation stays as long as its decode
 **Which mode?** In this order:
 1. what the client asks for; `local` where no prefill is alive.
 2. `local` for a prompt of at most LOCAL_TOKENS. That costs the decode's batch less than a step's time, and a hand-off
-   costs two requests and some ten milliseconds. Not while the decode's blocks are short or requests wait there.
+   costs two requests and some ten milliseconds. Not while the decode's blocks are short or many wait there.
 3. `deferred` under pressure: where the chosen decode has less than PRESSED_FREE of its blocks free, and the prefill has
    more queued than the prompt itself. Registered early, the prompt's blocks would be held all the time that it queues.
 4. `pull` on stock engines, else `early`.
@@ -37,6 +37,8 @@ from kvbus_schemas import Candidate, EngineView, Mode
 
 LOCAL_TOKENS = 64
 """What a decode computes itself. The same bound as for reuse: fewer tokens are not worth a transfer."""
+LOCAL_WAITING_MAX = 4
+"""Requests that wait at the decode, those included that this router has sent since its last report."""
 PRESSED_FREE = 0.1
 PREFIX_WEIGHT = 32.0
 REQUEST_BASE_TOKENS = 4000
@@ -136,7 +138,7 @@ def _decode_terms(engine: EngineView) -> dict[str, float]:
 
 def _mode(question: RouteQuestion, mode: Mode, prefill: EngineView, decode: EngineView) -> tuple[Mode, str]:
     pressed = bool(decode.total_blocks) and decode.free_blocks < decode.total_blocks * PRESSED_FREE
-    if 0 < question.prompt_tokens <= LOCAL_TOKENS and not pressed and not decode.waiting:
+    if 0 < question.prompt_tokens <= LOCAL_TOKENS and not pressed and decode.waiting <= LOCAL_WAITING_MAX:
         return "local", f"only about {question.prompt_tokens} tokens to compute"
     if mode == "early" and pressed and prefill.queued_tokens > question.prompt_tokens - prefill.hit_tokens:
         return "deferred", "decode is short of blocks and prefill has a queue"

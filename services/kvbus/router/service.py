@@ -11,6 +11,8 @@ from kvbus.errors import ConfigError
 from kvbus.router import bodies, policies
 from kvbus.router.afterwards import Afterwards, Served
 from kvbus.router.bodies import Asked
+from kvbus.router.cache import Caching
+from kvbus.router.cache_metrics import CacheMetrics
 from kvbus.router.chooser import Chooser
 from kvbus.router.core import CLIENT_LEFT_STATUS, MODES
 from kvbus.router.door import Door
@@ -58,6 +60,7 @@ class Router:
         self.guests = Guests(
             settings, self.chooser, GuestMetrics(self.metrics.registry), name=name, publish=self.presence.post
         )
+        self.caching = Caching(settings, self.fleet, CacheMetrics(self.metrics.registry), self.presence.post)
         self.presence.joined = self._joined
         self.afterwards = Afterwards(self.metrics, self.presence.post)
         self.server = Server(self._handle, _limits(settings), error_json)
@@ -103,6 +106,7 @@ class Router:
             task.cancel()
         await asyncio.gather(*self._lingering, return_exceptions=True)
         await self.guests.close()
+        await self.caching.close()
         await self.reuse.close()
         await self.presence.close()
         for origin in self._origins.values():
@@ -111,6 +115,7 @@ class Router:
     async def _joined(self, bus: Bus) -> None:
         await self.reuse.joined(bus)
         await self.guests.joined(bus)
+        await self.caching.joined(bus)
 
     # For requests (serving.Parts)
 

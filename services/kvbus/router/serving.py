@@ -8,6 +8,7 @@ import msgspec
 from kvbus.router import bodies
 from kvbus.router.answer import Answer
 from kvbus.router.bodies import Asked
+from kvbus.router.cache_prompt import NOTHING_READ
 from kvbus.router.chooser import Situation
 from kvbus.router.core import DETAIL_CHARS_MAX, ENGINE_FAULT, Dispatch, Facts, Leg, Verdict, deadline_problem
 from kvbus.router.http import LegError, Reply, Request
@@ -49,6 +50,7 @@ class Serving:
         self.identity = identity
         self._mode = mode
         self._turn = turn
+        self._reading = NOTHING_READ
         self._deadline_at_s = request.arrived_s + parts.settings.deadline_s
         self._legs = Legs(parts, request, identity)
         self._facts = Facts(
@@ -110,6 +112,7 @@ class Serving:
     async def _new_dispatch(self, attempt: int) -> tuple[Dispatch, int]:
         started_ns = time.perf_counter_ns()
         transfer_id = fresh_id()
+        self._reading = reading = self._parts.caching.read(self._asked)
         chosen = await self._parts.guests.choose(
             self._asked, self.identity.request_id, self._situation(attempt), transfer_id
         )
@@ -123,6 +126,10 @@ class Serving:
             decode=chosen.decode,
             basis=chosen.basis,
         )
+        worker = chosen.prefill or chosen.decode
+        if worker is not None and reading.prompt is not None:
+            dispatch.work_tokens = reading.work(worker.engine_id)
+            self._parts.caching.sent(transfer_id, reading, chosen.choice.mode)
         return dispatch, (time.perf_counter_ns() - started_ns) // 1000
 
     def _may_split(self) -> bool:
@@ -151,6 +158,8 @@ class Serving:
             conversation=self._turn.conversation,
             holder_id=grant.holder_id if grant else "",
             held_tokens=grant.token_count if grant else 0,
+            reading=self._reading,
+            caches=self._parts.caching.states,
         )
 
     def _transfer_deadline_s(self) -> float:

@@ -10,7 +10,7 @@ class RouterSettings(BusSettings, frozen=True, forbid_unknown_fields=True):
     port: int = 8000
     workers: int = 1
     """Processes that share the port."""
-    policy: str = "least_loaded"
+    policy: str = "weighed"
     """An entry point of the group `kvbus.policies`, or `module:Class`."""
     guest: str = ""
     """A router on the bus that decides instead of the policy, by its name; the policy is its fallback."""
@@ -54,6 +54,12 @@ class RouterSettings(BusSettings, frozen=True, forbid_unknown_fields=True):
     """The head of an answer waits so long after decode's first byte for prefill's word on what it took over."""
     reuse_secret: str = ""
     """Secret of conversation keys, the same for all routers; empty: one that they share over JetStream."""
+    cache: bool = True
+    """Follow the engines' prefix caches, so that policies know what each holds of a prompt."""
+    cache_blocks_max: int = 500_000
+    """Cached blocks that are known, of all engines together; 200 bytes each."""
+    cache_marks_max: int = 200_000
+    """Beginnings of prompts that are known; a prompt of 10,000 tokens has 50."""
     api_keys_file: str = ""
     """Keys that clients must send (`kvbus auth key add`), each with its tenant; empty: open to all."""
     tenant_header: str = ""
