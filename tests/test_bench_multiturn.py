@@ -12,7 +12,7 @@ import pytest
 from kvbus.bench import multiturn, multiturn_params, multiturn_talk, multiturn_text, workload
 from kvbus.bench.multiturn_arms import PAIR_OF
 from kvbus.bench.probe import DIRECTORY_ENV
-from kvbus.bench.report import Report
+from kvbus.bench.report import Report, metric
 from kvbus.bench.workload_replay import BLOCK_SIZE, Replayed, replay, reused_in
 from kvbus.bench.workload_trace import (
     Scale,
@@ -63,6 +63,15 @@ def test_turns_become_figures_and_bars() -> None:
     assert "NOT MET" not in text
     assert f"{len(bars)} of {len(bars)} bars met" in text
     assert json.loads(report.json())["bench"] == "multiturn"
+    (ratios,) = [line for line in text.splitlines() if line.split()[:2] == ["4000", "off"]]
+    assert ratios.split()[2:] == ["9.9", "(9.9", "to", "9.9)", "1.5", "(1.5", "to", "1.5)"]
+
+
+def test_a_ratio_says_how_far_the_spread_lets_it_be_wrong() -> None:
+    off, ours = metric([[900.0], [1000.0], [1100.0]]), metric([[90.0], [100.0], [110.0]])
+    assert multiturn_text.ratio_of(off, ours) == "10.0 (9.0 to 11.1)"
+    assert multiturn_text.ratio_of(metric([]), ours) == "-"
+    assert multiturn_text.ratio_of(off, metric([[1.0], [100.0], [500.0]])).endswith("to ?)")
 
 
 def test_a_bar_that_is_missed_says_so() -> None:

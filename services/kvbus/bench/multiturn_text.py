@@ -38,6 +38,7 @@ def text_of(report: Report) -> str:
     console.print("Cells: median / 99th percentile ± half the distance between the quartiles of the rounds' medians.\n")
     for cache, title in CACHES.items():
         console.print(_table(report.arms, title, conditions["histories"], cache))
+    console.print(_ratios(report))
     bars = bars_of(report)
     for bar in bars:
         console.print(bar.line())
@@ -58,6 +59,30 @@ def _table(arms: list[Arm], title: str, histories: list[int], cache: str) -> Tab
                 first = ""
         table.add_section()
     return table
+
+
+def _ratios(report: Report) -> Table:
+    """How many times faster than each other arm kvbus is, and how far the spread of both lets that be wrong."""
+    by_name = {arm.name: arm.metrics for arm in report.arms}
+    others = [name for name in by_name if name != "kvbus_reuse"]
+    title = "Median TTFT of kvbus_reuse: times faster than the other arms (least to most, by the spread of both)"
+    table = Table("history", "prefix cache", *others, title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for cache in CACHES:
+        for history in report.conditions["histories"]:
+            key = f"ttft_ms_{history}_{cache}"
+            ours = by_name.get("kvbus_reuse", {}).get(key, NONE)
+            table.add_row(str(history), cache, *(ratio_of(by_name[name].get(key, NONE), ours) for name in others))
+    return table
+
+
+def ratio_of(theirs: Metric, ours: Metric) -> str:
+    """`11.6 (9.5 to 12.9)`, or a dash where one of them was not measured."""
+    if not (theirs.n and ours.n and ours.p50):
+        return "-"
+    least = max(0.0, theirs.p50 - theirs.spread) / (ours.p50 + ours.spread)
+    below = ours.p50 - ours.spread
+    most = f"{(theirs.p50 + theirs.spread) / below:.1f}" if below > 0 else "?"
+    return f"{theirs.p50 / ours.p50:.1f} ({least:.1f} to {most})"
 
 
 def _cell(value: Metric) -> str:
