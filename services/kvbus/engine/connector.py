@@ -135,7 +135,8 @@ class KvbusConnector(NixlBaseConnector):  # type: ignore[misc]  # vLLM is not ty
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         assert self._scheduler_side is not None
-        self._scheduler_side.took(connector_output.finished_recving, connector_output.finished_sending)
+        output = connector_output
+        self._scheduler_side.took(output.finished_recving, output.finished_sending, output.failed_recving)
         if isinstance(connector_output.kv_connector_worker_meta, QuietRanks):
             self._scheduler_side.reuse.quiet(connector_output.kv_connector_worker_meta.transfers)
 

@@ -166,12 +166,17 @@ class ConsumerCore:
                 _merge(steps, self._drain(waiting, "failed", f"prefill {engine_id} is gone", now_s))
         return steps
 
-    def reported(self, request_id: str, now_s: float) -> Steps:
-        """The ranks have given the request back to vLLM: the transfer is over."""
+    def reported(self, request_id: str, now_s: float, *, failed: bool | None = None) -> Steps:
+        """The ranks have given the request back to vLLM: the transfer is over. `failed` is what they say of it: what
+        has landed completely is used, whatever was said meanwhile. None: a request that was concluded has failed."""
         transfer_id = self.by_request.pop(request_id, None)
         if transfer_id is None:
             return Steps()
         waiting = self.open.pop(transfer_id)
+        if failed is None:
+            failed = waiting.state is State.CONCLUDED
+        if waiting.state is not State.WAITING and not (failed or waiting.aborted):
+            waiting.outcome, waiting.reason = "completed", f"landed all the same: {waiting.reason}"
         self._remember(transfer_id, waiting.outcome)
         closed = TransferClosed(
             transfer_id=transfer_id,

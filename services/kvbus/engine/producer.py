@@ -82,6 +82,10 @@ class ProducerCore:
         self.by_request[terms.request_id] = transfer_id
         return ProducerSteps(admitted=[terms])
 
+    def knows(self, transfer_id: str) -> bool:
+        """Whether the transfer is open here or has ended here."""
+        return transfer_id in self.open or transfer_id in self.tombstones
+
     def transfer_of(self, request_id: str) -> str | None:
         """The open transfer of one of vLLM's requests."""
         return self.by_request.get(request_id)

@@ -23,6 +23,9 @@ SUPERSEDED_S = 1.0
 """How long the offer of a conversation's turn outlives that of the next one: a turn that is over soon ends before its
 prefill, for which the older one was claimed, has come to order it."""
 
+SERVED_MAX = 4096
+"""Transfers that are remembered after their end."""
+
 Reason = Literal["expired", "evicted", "taken", "released", "restarted"]
 
 
@@ -66,6 +69,8 @@ class Retention:
         self.serving: dict[str, str] = {}
         self._superseded: dict[str, float] = {}
         """Until when the offers of earlier turns are still kept."""
+        self.served: dict[str, None] = {}
+        """Transfers that are over: a repeat of their order changes nothing."""
         self._references: Counter[int] = Counter()
         """How many offers keep a block: conversations with a common beginning share its blocks."""
         self._seq = 0
@@ -114,6 +119,9 @@ class Retention:
     def quiet(self, transfer_id: str) -> Freed:
         """Nothing of the transfer is in flight any more: its blocks go back."""
         offer_id = self.serving.pop(transfer_id, "")
+        self.served[transfer_id] = None
+        if len(self.served) > SERVED_MAX:
+            del self.served[next(iter(self.served))]
         return self._let_go(offer_id, None, served=True)
 
     def release(self, offer_id: str) -> Freed:

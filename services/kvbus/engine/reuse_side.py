@@ -38,6 +38,10 @@ class Claim:
     why: str = "not_needed"
     """The reason to give if it is not used: prefill has it, or nearly all of it, in its own cache."""
 
+    @property
+    def is_open(self) -> bool:
+        return self.outcome in ("", "asked")
+
 
 class ReuseSide:
     """One engine's part in reuse."""
@@ -47,6 +51,8 @@ class ReuseSide:
         self.pool: Any = None
         self.claims: dict[str, Claim] = {}
         self.quiet_ranks: Counter[str] = Counter()
+        self.wanted_until_s: dict[str, float] = {}
+        """Of the transfers that are served: when their consumer waits no longer."""
         self.retention = Retention(
             identity.engine_id,
             identity.incarnation,
@@ -79,10 +85,20 @@ class ReuseSide:
             self._give_back(freed)
             pressed = False
 
-    def tick(self, now_s: float) -> None:
+    def tick(self, orders: StepOrders, now_s: float) -> None:
+        """What has expired goes; ranks stop with what nobody waits for any more, who may have died without a word."""
         self._give_back(self.retention.tick(now_s))
+        for transfer_id in [each for each, until_s in self.wanted_until_s.items() if now_s >= until_s]:
+            del self.wanted_until_s[transfer_id]
+            orders.released.append(transfer_id)
 
     # Decode serves.
+
+    def concerns(self, message: Message) -> bool:
+        """Whether an idle engine must wake for a message: prefill waits for the word that an offer is gone, too."""
+        if isinstance(message, PushOrdered):
+            return message.reuse
+        return isinstance(message, ReuseReleased) and bool(self.retention.offers)
 
     def hear(self, message: Message, orders: StepOrders, now_s: float) -> None:
         """An order to write an offer, or the word that nobody wants it."""
@@ -92,7 +108,7 @@ class ReuseSide:
             self._serve(message, orders, now_s)
 
     def _serve(self, order: PushOrdered, orders: StepOrders, now_s: float) -> None:
-        if order.transfer_id in self.retention.serving:
+        if order.transfer_id in self.retention.serving or order.transfer_id in self.retention.served:
             return
         held = self.retention.order(order.offer_id, order.transfer_id, order.token_count, now_s)
         if held is None:
@@ -109,6 +125,7 @@ class ReuseSide:
         ready = blocks_for(order.token_count, self.identity.block_size)
         orders.progress.append(Progress(order.transfer_id, name, tuple(held.block_ids), 0, ready, final=True))
         orders.held.append(order.transfer_id)
+        self.wanted_until_s[order.transfer_id] = now_s + order.lease_s
 
     def quiet(self, transfer_ids: Counter[str]) -> None:
         """Ranks have reported transfers as quiet; when all have, the blocks go back."""
@@ -116,6 +133,7 @@ class ReuseSide:
         for transfer_id, ranks in list(self.quiet_ranks.items()):
             if ranks >= self.identity.tp_size:
                 del self.quiet_ranks[transfer_id]
+                self.wanted_until_s.pop(transfer_id, None)
                 self._give_back(self.retention.quiet(transfer_id))
 
     def _give_back(self, freed: Freed) -> None:
@@ -177,6 +195,8 @@ class ReuseSide:
             return
         reason = reason or claim.why
         claim.outcome = reason
+        if any(other.grant.transfer_id == claim.grant.transfer_id and other.is_open for other in self.claims.values()):
+            return  # the same ticket came twice, and the other request uses it
         released = ReuseReleased(
             conversation=claim.grant.conversation,
             offer_id=claim.grant.offer_id,

@@ -30,7 +30,6 @@ from kvbus_schemas import (
     Message,
     Post,
     PushOrdered,
-    ReuseReleased,
     Ticket,
 )
 from kvbus_schemas.ticket import TICKET_KEY
@@ -68,7 +67,7 @@ class SchedulerSide:
             return
         self.heard.append(message)
         self.handle.notify()
-        if self.reuse.retention.offers and isinstance(message, PushOrdered | ReuseReleased):
+        if self.reuse.concerns(message):
             self.handle.wake_idle()
 
     def seen(self, card: EngineCard) -> None:
@@ -145,8 +144,14 @@ class SchedulerSide:
         orders, self.orders = self.orders, StepOrders()
         return orders
 
-    def took(self, finished_recving: set[str] | None, finished_sending: set[str] | None) -> None:
-        """Ranks have given requests back. What the cores do not know is taken out, since vLLM would die of it."""
+    def took(
+        self,
+        finished_recving: set[str] | None,
+        finished_sending: set[str] | None,
+        failed_recving: set[str] | None = None,
+    ) -> None:
+        """Ranks have given requests back, some without their data. What the cores do not know is taken out, since vLLM
+        would die of it."""
         now_s = time.monotonic()
         for request_id in sorted(finished_recving or ()):
             if request_id not in self.consumer.by_request:
@@ -155,7 +160,8 @@ class SchedulerSide:
                 finished_recving.discard(request_id)
                 continue
             transfer_id = self.consumer.by_request[request_id]
-            self._consumed(self.consumer.reported(request_id, now_s))
+            failed = None if failed_recving is None else request_id in failed_recving
+            self._consumed(self.consumer.reported(request_id, now_s, failed=failed))
             self.reuse.ended(request_id, transfer_id, completed=self.consumer.closed[transfer_id] == "completed")
         for request_id in sorted(finished_sending or ()):
             if request_id not in self.producer.by_request:
@@ -193,7 +199,8 @@ class SchedulerSide:
             return False
         self.reuse.let_go(request.request_id, "request_ended")
         if self.producer.transfer_of(request.request_id) is None:
-            self._never_computed(known)
+            if not (self.producer.knows(known.key) or self.tickets.has(known.key)):  # another leg has it
+                self._never_computed(known)
             return False
         if request.request_id in self.consumer.by_request:  # it still waits for its conversation's KV
             self._consumed(self.consumer.aborted(request.request_id, now_s))
@@ -298,7 +305,7 @@ class SchedulerSide:
             self.ticked_s = now_s
             self._consumed(self.consumer.tick(now_s))
             self._produced(self.producer.tick(now_s))
-            self.reuse.tick(now_s)
+            self.reuse.tick(self.orders, now_s)
 
     def _waits(self) -> bool:
         return bool(self.consumer.open or self.reuse.retention.serving) or self.producer.holding()

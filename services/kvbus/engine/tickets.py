@@ -54,5 +54,9 @@ class Tickets:
     def of(self, request_id: str) -> Ticketed | None:
         return self._known.get(request_id)
 
+    def has(self, key: str) -> bool:
+        """Whether a request with this transfer is there."""
+        return any(known.key == key for known in self._known.values())
+
     def forget(self, request_id: str) -> Ticketed | None:
         return self._known.pop(request_id, None)

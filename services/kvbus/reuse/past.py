@@ -1,17 +1,32 @@
 """What was offered and withdrawn while no reuse process listened: out of the stream, with ages on its own clock."""
 
-from kvbus.bus import Bucket, Bus
+import contextlib
+
+from kvbus.bus import Bucket, Bus, KeyExistsError
 from kvbus_schemas import LoadReported, ReuseOffered, ReuseWithdrawn, subjects
 
 HEARD_KEY = "reuse_heard"
 """Key of the bucket of leases that every reuse process renews while it listens."""
 HEARD_TTL_S = 3600.0
+BORN_KEY = "reuse_born"
+"""Key of the same bucket, which is in memory: it is as old as all that the server has there."""
+BORN_TTL_S = 365 * 86_400.0
 OVERLAP_S = 5.0
 """What a process that died had heard and not yet stored is younger than this."""
 LOAD_PERIODS_S = 5.0
 """A live engine has reported its load within this time, which tells the stream's clock."""
 
 Aged = tuple[float, ReuseOffered | ReuseWithdrawn]
+
+
+async def known_s(leases: Bucket) -> float:
+    """For how long the server has kept what is kept in memory; 0 from now on when it has been restarted since."""
+    entry = await leases.get(BORN_KEY)
+    if entry is not None and entry.remaining_s is not None:
+        return BORN_TTL_S - entry.remaining_s
+    with contextlib.suppress(KeyExistsError):
+        await leases.create(BORN_KEY, b"", ttl_s=BORN_TTL_S)
+    return 0.0
 
 
 async def note_listening(leases: Bucket) -> None:

@@ -25,7 +25,7 @@ from kvbus.reuse.core import (
 )
 from kvbus.reuse.engines import Engines, Standing
 from kvbus.reuse.memory import Memory
-from kvbus.reuse.past import deaf_s, heard_before, note_listening
+from kvbus.reuse.past import deaf_s, heard_before, known_s, note_listening
 from kvbus.reuse.settings import ReuseSettings
 from kvbus.reuse.store import Store
 from kvbus_schemas import (
@@ -96,6 +96,8 @@ class ReuseService:
     async def catch_up(self) -> int:
         """Take what was said while nobody listened; how many messages that was. Repeats change nothing."""
         since_s = await deaf_s(self._leases, at_most_s=self._settings.catch_up_max_s)
+        if self._settings.storage == "memory":  # what was claimed before the bucket was lost must not be stored again
+            since_s = min(since_s, await known_s(self._leases))
         await note_listening(self._leases)
         past = await heard_before(self._bus, since_s=since_s)
         for age_s, message in past:
@@ -198,6 +200,7 @@ class ReuseService:
 
     def _newest(self, conversation: str, found: Found | None) -> tuple[Found | None, tuple[Post, ...]]:
         """What was found, or what has been announced since."""
+        self._note_return()
         now_s = monotonic()
         age_s, offer = self._announced.of(conversation, now_s)
         standing = self.engines.standing(offer.engine_id, offer.incarnation, now_s) if offer else "unknown"
@@ -243,6 +246,8 @@ class ReuseService:
         if self._reconnects != self._bus.counters.reconnects:
             self._reconnects = self._bus.counters.reconnects
             self.engines.reconnected(monotonic())
+            if self._settings.storage == "memory":  # of what was announced, something may have been claimed
+                self._announced = Announced()
 
     async def _on_reconnect(self) -> None:
         self._note_return()
