@@ -1,7 +1,10 @@
 """`kvbus sim`: the production cores in a simulated world that does its worst; a seed reproduces a run exactly."""
 
 import json
+import signal
 import sys
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,10 +12,13 @@ import typer
 from kvbus.errors import CommandFailed, ConfigError
 
 if TYPE_CHECKING:
-    from kvbus.sim.hunt import Hunt, Protocol
+    from kvbus.sim.hunt import Hunt, Protocol, World
     from kvbus.sim.run import Result
 
 PROTOCOLS = ("kvbus", "stock")
+WORLDS = ("all", "push", "reuse")
+PROGRESS_S = 15.0
+"""Between two lines of progress where there is no terminal."""
 
 
 def sim(
@@ -24,29 +30,52 @@ def sim(
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Processes.")] = 1,
     faults: Annotated[str, typer.Option(help="all, none, or kinds with commas, for example crash,loss.")] = "all",
     protocol: Annotated[str, typer.Option(help="kvbus, or stock: a model of vLLM's own push protocol.")] = "kvbus",
+    world: Annotated[
+        str, typer.Option(help="push, reuse (conversations, several prompts), or all: every third seed is reuse.")
+    ] = "all",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Search for a broken rule in simulated runs. Exit code 1 when one was found."""
+    """Search for a broken rule in simulated runs. Exit code 1 when one was found. Ctrl-C sums up what was run."""
     from kvbus.sim.hunt import faults_of, hunt, runner_of
 
     if protocol not in PROTOCOLS:
         raise ConfigError(f"unknown protocol {protocol!r}: choose kvbus or stock")
     chosen: Protocol = "stock" if protocol == "stock" else "kvbus"
+    if world not in WORLDS:
+        raise ConfigError(f"unknown world {world!r}: choose all, push or reuse")
+    where: World = "push" if world == "push" else "reuse" if world == "reuse" else "all"
     kinds = faults_of(faults)
     if seed is not None:
-        _tell(runner_of(chosen)(seed, kinds, tell=True), as_json=as_json)
+        _tell(runner_of(chosen, where)(seed, kinds, tell=True), as_json=as_json)
         return
-    total: Hunt | None = None
-    for total in hunt(chosen, kinds, first=first, runs=runs, seconds=seconds, jobs=jobs):
-        if sys.stderr.isatty() and not as_json:
-            print(f"\r{total.runs} runs, {total.broken} broke a rule", end="", file=sys.stderr, flush=True)
-    assert total is not None
-    _sum_up(total, chosen, faults, as_json=as_json)
+    total = _watched(hunt(chosen, kinds, first=first, runs=runs, seconds=seconds, jobs=jobs, world=where))
+    if total is None:
+        raise CommandFailed("stopped before the first runs were over")
+    _sum_up(total, chosen, f"--world {world} --faults {faults}", as_json=as_json)
 
 
 def register(app: typer.Typer) -> None:
     """Add `kvbus sim`."""
     app.command("sim")(sim)
+
+
+def _watched(totals: "Iterator[Hunt]") -> "Hunt | None":
+    """The last of the sums, also when the user or a supervisor stops the search; progress goes to stderr."""
+    total: Hunt | None = None
+    said_s = time.monotonic()
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has started us with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
+    try:
+        for total in totals:
+            line = f"{total.runs} runs, {total.broken} broke a rule, {total.seconds:.0f} s"
+            if sys.stderr.isatty():
+                print(f"\r{line}", end="", file=sys.stderr, flush=True)
+            elif time.monotonic() - said_s >= PROGRESS_S:
+                said_s = time.monotonic()
+                print(line, file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+    return total
 
 
 def _tell(result: "Result", *, as_json: bool) -> None:
@@ -66,7 +95,7 @@ def _tell(result: "Result", *, as_json: bool) -> None:
         print(f"seed {result.seed}: every rule held, {result.events} events")
 
 
-def _sum_up(total: "Hunt", protocol: str, faults: str, *, as_json: bool) -> None:
+def _sum_up(total: "Hunt", protocol: str, where: str, *, as_json: bool) -> None:
     from kvbus.sim.stock_run import STOCK_FAULTS
 
     if as_json:
@@ -81,6 +110,6 @@ def _sum_up(total: "Hunt", protocol: str, faults: str, *, as_json: bool) -> None
         if protocol == "stock" and (missing := [what for what in STOCK_FAULTS.values() if what not in total.found]):
             print(f"not found: {', '.join(missing)}")
         if total.found:
-            print(f"see one: kvbus sim --seed N --protocol {protocol} --faults {faults}")
+            print(f"see one: kvbus sim --seed N --protocol {protocol} {where}")
     if total.broken:
         raise CommandFailed(f"{total.broken} of {total.runs} runs broke a rule")

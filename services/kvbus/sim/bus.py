@@ -5,6 +5,7 @@ into its client's buffer, which sometimes goes out when it is back, and hears no
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -22,9 +23,12 @@ from kvbus_schemas import (
 )
 
 Hear = Callable[[Message], None]
+Reply = Callable[[Message], None]
 ALL_HEARD = (BlocksUnavailable, TransferClosed, CancelOrdered)
 """What a matcher hears whoever it is for."""
 REGISTERED = (BlocksRegistered, BlocksReady)
+REUSE = "reuse"
+"""Whom engines tell of offers, and routers ask: one of several processes."""
 KEPT_SHARE = 0.5
 """Share of a cut-off station's messages that goes out when it is back."""
 
@@ -53,17 +57,34 @@ class Station:
         return not self.cuts
 
 
+class Member(Protocol):
+    """One of the reuse processes, which share their work."""
+
+    station: Station
+
+    def heard(self, message: Message) -> None: ...
+
+    def noted(self, message: Message) -> None:
+        """Every one of them gets this."""
+        ...
+
+    def asked(self, message: Message, reply: Reply) -> None: ...
+
+
 class Bus:
     """All stations. Engines hear what is addressed to them; matchers what `matcher/service.py` subscribes to."""
 
     def __init__(self, world: World, weather: Weather) -> None:
         self.world, self.weather = world, weather
         self.engines: dict[str, list[Station]] = {}
-        self.matchers: list[Station] = []
+        self.matchers: list[tuple[Station, Hear]] = []
+        self.reuse: list[Member] = []
         self.stream: list[tuple[float, Message]] = []
         self.watch: Callable[[Station, Post], None] | None = None
         """Sees everything that is published, for the rules."""
-        self._last: dict[tuple[int, type[Message], str, int], float] = {}
+        self.epoch = 0
+        """Restarts of the server: what was in it when it died reaches nobody."""
+        self._last: dict[tuple[Station, type[Message], str, Station], float] = {}
 
     def publish(self, station: Station, posts: list[Post]) -> None:
         """What a station's process says, in order."""
@@ -107,33 +128,55 @@ class Bus:
         kind = type(message)
         if post.to in self.engines:
             for receiver in self.engines[post.to]:
-                self._deliver(station, receiver, kind, message)
+                self._deliver(station, receiver, receiver.hear, kind, message)
         if kind in ALL_HEARD or (post.to == MATCHER and kind in REGISTERED):
-            for receiver in self.matchers:
-                self._deliver(station, receiver, kind, message)
+            for receiver, hear in self.matchers:
+                self._deliver(station, receiver, hear, kind, message)
+        if post.to == REUSE:
+            self._share(station, kind, message)
 
-    def _deliver(self, station: Station, receiver: Station, kind: type[Message], message: Message) -> None:
+    def members(self) -> list[Member]:
+        """Those who can be reached now."""
+        return [member for member in self.reuse if member.station.connected]
+
+    def _share(self, station: Station, kind: type[Message], message: Message) -> None:
+        """One of the reuse processes works on it; all take note of it."""
+        members = self.members()
+        for member in members:
+            self._deliver(station, member.station, member.noted, kind, message)
+        if members:
+            member = self.world.rng.choice(members)
+            self._deliver(station, member.station, member.heard, kind, message)
+
+    def delay_s(self) -> float:
+        """How long a message takes."""
+        rng, weather = self.world.rng, self.weather
+        delay_s = 0.0002 + 0.002 * rng.random()
+        if weather.delay and rng.random() < weather.delay:
+            delay_s += weather.delay_max_s * rng.random()
+        return delay_s
+
+    def _deliver(self, station: Station, receiver: Station, hear: Hear, kind: type[Message], message: Message) -> None:
         world, weather = self.world, self.weather
         rng = world.rng
         if weather.loss and rng.random() < weather.loss:
             world.tell("bus", message.key, f"loses {kind.__name__} for {receiver.process.name}")
             return
-        delay_s = 0.0002 + 0.002 * rng.random()
-        if weather.delay and rng.random() < weather.delay:
-            delay_s += weather.delay_max_s * rng.random()
-        subject = (id(station), kind, message.key, id(receiver))
+        delay_s = self.delay_s()
+        subject = (station, kind, message.key, receiver)
         at_s = max(world.now + delay_s, self._last.get(subject, 0.0))
         self._last[subject] = at_s
-        world.after(at_s - world.now, receiver.process, self._arrive, receiver, message)
+        world.after(at_s - world.now, receiver.process, self._arrive, receiver, hear, message, self.epoch)
         if weather.duplicate and rng.random() < weather.duplicate:
-            world.after(at_s - world.now + rng.random() ** 3 * 3.0, receiver.process, self._arrive, receiver, message)
+            at_s += rng.random() ** 3 * 3.0
+            world.after(at_s - world.now, receiver.process, self._arrive, receiver, hear, message, self.epoch)
 
-    def _arrive(self, receiver: Station, message: Message) -> None:
-        if receiver.cuts:
+    def _arrive(self, receiver: Station, hear: Hear, message: Message, epoch: int) -> None:
+        if receiver.cuts or epoch != self.epoch:
             return
         if self.world.tells:
             self.world.tell(receiver.process.name, message.key, f"hears {type(message).__name__} of {message.source}")
-        receiver.hear(message)
+        hear(message)
 
 
 ENVELOPE = frozenset({"source", "incarnation", "seq", "sent_unix_us", "trace_id", "span_id", "transfer_id"})

@@ -1,5 +1,6 @@
 """Virtual time for the production shells: while a run is on, their `time` and `log` are the world's."""
 
+import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -7,16 +8,21 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import kvbus.engine.own_matcher
 import kvbus.engine.rank
-import kvbus.engine.scheduler  # noqa: F401  (these two bring in the others)
+import kvbus.engine.scheduler
+import kvbus.reuse.service  # noqa: F401  (these bring in the others)
 from kvbus.sim.world import World
 
 
 def _shells() -> list[tuple[ModuleType, str]]:
     """Every module of the engine that reads the clock or logs, and under which name."""
-    modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("kvbus.engine.")]
-    clocks = [(module, "time") for module in modules if getattr(module, "time", None) is time]
-    return clocks + [(module, "log") for module in modules if hasattr(getattr(module, "log", None), "warning")]
+    modules = [
+        module for name, module in sorted(sys.modules.items()) if name.startswith(("kvbus.engine.", "kvbus.reuse."))
+    ]
+    names = {"time": time, "monotonic": time.monotonic, "secrets": secrets}
+    clocks = [(m, name) for m in modules for name, real in names.items() if getattr(m, name, None) is real]
+    return clocks + [(m, "log") for m in modules if hasattr(getattr(m, "log", None), "warning")]
 
 
 _SHELLS = _shells()
@@ -32,6 +38,16 @@ class VirtualTime:
 
     def sleep(self, seconds: float) -> None:
         return
+
+
+class SeededSecrets:
+    """The part of `secrets` that the shells use."""
+
+    def __init__(self, world: World) -> None:
+        self._rng = world.rng
+
+    def token_hex(self, count: int) -> str:
+        return self._rng.randbytes(count).hex()
 
 
 class StoryLog:
@@ -60,8 +76,14 @@ class StoryLog:
 def virtual_time(world: World) -> Iterator[None]:
     """The shells live in this world for a while."""
     before = [(shell, name, getattr(shell, name)) for shell, name in _SHELLS]
+    ours = {
+        "time": VirtualTime(world),
+        "monotonic": world.local_s,
+        "secrets": SeededSecrets(world),
+        "log": StoryLog(world),
+    }
     for shell, name in _SHELLS:
-        setattr(shell, name, VirtualTime(world) if name == "time" else StoryLog(world))
+        setattr(shell, name, ours[name])
     try:
         yield
     finally:

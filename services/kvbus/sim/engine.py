@@ -10,58 +10,34 @@ from collections.abc import Callable
 from typing import Any
 
 from kvbus.engine.consumer import State
-from kvbus.engine.handle import EngineHandle
-from kvbus.engine.identity import Identity
+from kvbus.engine.identity import MATCHES_ITSELF, Identity
 from kvbus.engine.landing import LandingCore
 from kvbus.engine.scheduler import SchedulerSide
-from kvbus.engine.settings import EngineSettings
 from kvbus.engine.writing import WritingCore
-from kvbus.sim.bus import Bus, Station
-from kvbus.sim.loop import Loop, Output, Request
+from kvbus.sim.bus import Station
+from kvbus.sim.ground import Ground, SimHandle
+from kvbus.sim.loop import Loop
 from kvbus.sim.memory import Memory, shards_of
-from kvbus.sim.plane import Fabric, SimPlane
-from kvbus.sim.presence import Feed, Presence, Watcher
+from kvbus.sim.plane import SimPlane
+from kvbus.sim.presence import Feed, Watcher
 from kvbus.sim.rank import SimLink, SimRank
-from kvbus.sim.weather import Weather
-from kvbus.sim.world import Process, World
-from kvbus_schemas import EngineCard
+from kvbus.sim.request import Output, Request
+from kvbus.sim.world import Process
+from kvbus_schemas import EngineCard, Message
 
 STEP_MIN_S, STEP_MAX_S = 0.002, 0.03
 """How long a forward pass takes."""
 WAIT_MAX_S = 0.05
 """How long a waiting engine sleeps before it looks at its ranks' reports."""
 DUE_MAX_S = 2.0
-
-
-class Ground:
-    """What all engines of a run stand on."""
-
-    def __init__(self, world: World, weather: Weather, settings: EngineSettings) -> None:
-        self.world, self.weather, self.settings = world, weather, settings
-        self.bus = Bus(world, weather)
-        self.presence = Presence(world, weather)
-        self.fabric = Fabric(world, weather)
-
-
-class SimHandle(EngineHandle):
-    """A hold on the simulated loop: a wait ends at once, and a notice wakes the loop."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:  # there is no engine core around it
-        self._wake_loop = wake
-
-    @property
-    def scheduler(self) -> Any:
-        return None
-
-    def wait(self, seconds: float, ready: Callable[[], bool]) -> None:
-        return
-
-    def notify(self) -> None:
-        self._wake_loop()
+UNREAD_MAX_S = 1.0
 
 
 class SimEngine:
     """`number` counts the incarnations of this engine_id."""
+
+    view: Any = None
+    """What the connector sees of vLLM's scheduler."""
 
     def __init__(self, ground: Ground, shape: Identity, *, budget: int, chunk: int) -> None:
         self.ground, self.identity = ground, shape
@@ -69,6 +45,7 @@ class SimEngine:
         self.world, self.name = world, f"{shape.engine_id}.{shape.incarnation}"
         self.tp_size = shape.tp_size
         self.memory = Memory(world, self.name, shape.num_blocks, shape.block_size)
+        self.memory.caching = ground.caching[shape.role]
         self.process = world.process(self.name, weather.drift)
         self.processes: list[Process] = []
         self.ranks: list[Any] = []
@@ -78,15 +55,20 @@ class SimEngine:
         self._wake_at_s: float | None = None
         self._turn = 0
         self._busy = self._news = False
+        self.woken = False
+        """It takes steps without requests as long as its connector has news."""
         self._results: list[tuple[set[str], set[str], set[str]]] = []
         self._counts: dict[tuple[str, str], int] = {}
         self._failed: set[str] = set()
         self.station = Station(self.process, shape.engine_id, shape.incarnation)
         watcher = Watcher(self.station, own_id=shape.engine_id)
         self.side = self._make_side(SimLink(ground.bus, self.station, ground.presence, watcher))
-        self.station.hear = self.side.hear
+        self.station.hear = self._hear
         watcher.changed = Feed(world, self.station, self.side.seen, self.side.engine_gone).changed
-        self.loop = Loop(world, self.name, self.memory, self.side, budget, chunk)
+        self.loop = Loop(
+            world, self.name, self.memory, self.side, budget=budget, chunk=chunk, awaits=self._transfer_awaited
+        )
+        self.loop.landed = self._landed
         self.watchers.append(watcher)
         stations = [self.station, *(self._add_rank(rank) for rank in range(shape.tp_size))]
         ground.bus.engines[shape.engine_id] = stations
@@ -97,7 +79,17 @@ class SimEngine:
             ground.presence.watch(each)
 
     def _make_side(self, link: SimLink) -> Any:
-        return SchedulerSide(self.identity, self.ground.settings, link, SimHandle(lambda: self.nudge(0.001)))
+        return SchedulerSide(self.identity, self.ground.settings, link, SimHandle(self))
+
+    def _transfer_awaited(self, request: Request) -> str:
+        transfer_id: str = self.side.consumer.by_request[request.request_id]
+        return transfer_id
+
+    def _landed(self, request: Request) -> None:
+        """Rule 2: a transfer whose data is used has been completed, and nothing else is told of it."""
+        outcome = self.side.consumer.closed.get(request.awaits)
+        if outcome != "completed":
+            self.world.violate("2", request.awaits, f"{self.name} uses what has landed and says {outcome}")
 
     def _add_rank(self, number: int) -> Station:
         ground, me = self.ground, self.identity
@@ -170,11 +162,12 @@ class SimEngine:
             inbox, self.inbox = self.inbox, []
             for work in inbox:
                 work()
-            if not self.loop.requests:
+            if not self._has_work():
                 return
             output = self.loop.schedule()
             orders = self.side.build(output)
             self.loop.scheduled(output)
+            self.ground.after_step(self)
         except Exception:
             self._dies()
             return
@@ -211,7 +204,9 @@ class SimEngine:
         rank = self.ranks[number]
         rank.step(orders, None)
         self.world.after(0.001 * self.world.rng.random(), rank.process, rank.turn)
-        self.world.after(0.0003, self.process, self._reported, output, orders, rank.results(orders))
+        results = rank.results(orders)
+        self._take_news(rank)
+        self.world.after(0.0003, self.process, self._reported, output, orders, results)
 
     def _reported(self, output: Output, orders: Any, result: tuple[set[str], set[str], set[str]]) -> None:
         self._results.append(result)
@@ -220,6 +215,7 @@ class SimEngine:
         sent, received, failed = self._aggregate()
         try:
             sampled = self.loop.update(output, received, failed, sent)
+            self._updated()
         except Exception:
             self._dies()
             return
@@ -230,8 +226,23 @@ class SimEngine:
                 leg.sampled(request)
         if output.total_num_scheduled_tokens or orders or sent or received or self._news or self.inbox:
             self.nudge(0.0003)
-        elif self.loop.requests:
+        elif self._has_work():
             self.nudge(self._due_s())
+
+    # What a world adds to it.
+
+    def _hear(self, message: Message) -> None:
+        self.side.hear(message)
+
+    def _has_work(self) -> bool:
+        """Whether a step is taken."""
+        return bool(self.loop.requests)
+
+    def _take_news(self, rank: Any) -> None:
+        """What else a rank reports with its results."""
+
+    def _updated(self) -> None:
+        """The scheduler has taken the reports of all ranks."""
 
     def _aggregate(self) -> tuple[set[str], set[str], set[str]]:
         """As `KVOutputAggregator`: a request is named when every rank has named it."""
@@ -277,4 +288,5 @@ class SimEngine:
             block_size=me.block_size,
             num_blocks=me.num_blocks,
             tp_size=me.tp_size,
+            capabilities=[MATCHES_ITSELF] if self.ground.settings.matcher == "engine" and me.role == "prefill" else [],
         )

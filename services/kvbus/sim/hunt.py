@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,8 +12,13 @@ from typing import Any, Literal, NamedTuple
 from kvbus.errors import ConfigError
 from kvbus.sim.run import ALL_FAULTS, Result, run_seed
 from kvbus.sim.stock_run import STOCK_FAULTS, run_stock_seed
+from kvbus.sim.talk_run import run_talk_seed
 
 Protocol = Literal["kvbus", "stock"]
+World = Literal["all", "push", "reuse"]
+"""Single prompts and matcher processes; or conversations, requests of several prompts and matchers in engines. `all`
+takes the second one for every third seed, since it costs three times as much."""
+REUSE_EVERY = 3
 BATCH = 200
 COLLECT_EVERY = 50
 FOUND_MAX = 100
@@ -71,20 +77,35 @@ def faults_of(text: str) -> frozenset[str]:
     return kinds
 
 
-def runner_of(protocol: Protocol) -> Callable[..., Result]:
+def runner_of(protocol: Protocol, world: World = "all") -> Callable[..., Result]:
     """What runs one seed."""
-    return run_stock_seed if protocol == "stock" else run_seed
+    if protocol == "stock":
+        return run_stock_seed
+    return {"all": run_any_seed, "push": run_seed, "reuse": run_talk_seed}[world]
+
+
+def run_any_seed(seed: int, faults: frozenset[str] = ALL_FAULTS, *, tell: bool = False) -> Result:
+    """The seed decides about its world."""
+    return (run_seed if seed % REUSE_EVERY else run_talk_seed)(seed, faults, tell=tell)
 
 
 def hunt(
-    protocol: Protocol, faults: frozenset[str], *, first: int, runs: int, seconds: float, jobs: int
+    protocol: Protocol,
+    faults: frozenset[str],
+    *,
+    first: int,
+    runs: int,
+    seconds: float,
+    jobs: int,
+    world: World = "all",
 ) -> Iterator[Hunt]:
     """The sum so far, after every batch; the last one is the sum of all. At most `runs` runs and `seconds` seconds."""
     total, began_s = Hunt(), time.monotonic()
     batches = [
-        (protocol, faults, start, min(BATCH, first + runs - start)) for start in range(first, first + runs, BATCH)
+        Work(protocol, world, faults, start, min(BATCH, first + runs - start))
+        for start in range(first, first + runs, BATCH)
     ]
-    pool = multiprocessing.get_context("spawn").Pool(jobs) if jobs > 1 else None
+    pool = multiprocessing.get_context("spawn").Pool(jobs, _leave_interrupts) if jobs > 1 else None
     try:
         for part in pool.imap(_batch, batches) if pool else map(_batch, batches):
             total.add(part)
@@ -97,11 +118,26 @@ def hunt(
             pool.terminate()
 
 
-def _batch(work: tuple[Protocol, frozenset[str], int, int]) -> Hunt:
-    protocol, faults, start, count = work
-    run, part = runner_of(protocol), Hunt()
+class Work(NamedTuple):
+    """So many seeds of one kind."""
+
+    protocol: Protocol
+    world: World
+    faults: frozenset[str]
+    first: int
+    runs: int
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C is the parent's: it sums up what is there."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _batch(work: Work) -> Hunt:
+    protocol, world, faults, first, runs = work
+    run, part = runner_of(protocol, world), Hunt()
     gc.disable()  # a world is one big cycle: collected now and then, it costs a fifth less
-    for seed in range(start, start + count):
+    for seed in range(first, first + runs):
         if seed % COLLECT_EVERY == 0:
             gc.collect()
         result = run(seed, faults)

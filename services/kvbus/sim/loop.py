@@ -4,91 +4,15 @@ The order of the connector's hooks, what each may find, and the two assertions o
 `vllm/v1/core/sched/scheduler.py`. The connector's scheduler half is reached through `Side`, in vLLM's words.
 """
 
-from enum import Enum, auto
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvbus.sim.memory import Memory, Tokens
+from kvbus.sim.memory import Memory
+from kvbus.sim.request import FINISHED, New, Output, Request, Status
 from kvbus.sim.world import World
 
 FIRST_SAMPLE = 1000
 """Sampled tokens count from here, so that none is mistaken for a prompt's."""
-
-
-class Status(Enum):
-    WAITING = auto()
-    WAITING_FOR_REMOTE_KVS = auto()
-    RUNNING = auto()
-    PREEMPTED = auto()
-    FINISHED_LENGTH_CAPPED = auto()
-    FINISHED_ABORTED = auto()
-
-
-FINISHED = (Status.FINISHED_LENGTH_CAPPED, Status.FINISHED_ABORTED)
-
-
-class Request:
-    """One request inside one engine, with the fields that a connector reads."""
-
-    __slots__ = (
-        "block_ids", "kv_transfer_params", "landed", "leg", "max_new", "num_cached_tokens", "num_computed_tokens",
-        "parked", "prompt_token_ids", "request_id", "status", "tokens", "transfer_id",
-    )  # fmt: skip
-
-    def __init__(
-        self, request_id: str, prompt: Tokens, max_new: int, params: dict[str, Any] | None, transfer_id: str, leg: Any
-    ) -> None:
-        self.request_id, self.transfer_id, self.leg = request_id, transfer_id, leg
-        self.kv_transfer_params = params
-        self.prompt_token_ids = list(prompt)
-        self.tokens = prompt
-        self.max_new = max_new
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.status = Status.WAITING
-        self.block_ids: list[int] = []
-        self.parked = False
-        """Its blocks are held for its transfer and nothing else."""
-        self.landed: set[tuple[int, int]] = set()
-
-
-class New:
-    """A request that is scheduled for the first time."""
-
-    __slots__ = ("block_ids", "num_computed_tokens", "req_id")
-
-    def __init__(self, request: Request) -> None:
-        self.req_id = request.request_id
-        self.block_ids = (list(request.block_ids),)
-        self.num_computed_tokens = request.num_computed_tokens
-
-
-class Cached:
-    """Requests that the ranks know already."""
-
-    __slots__ = ("new_block_ids", "num_computed_tokens", "req_ids", "resumed_req_ids")
-
-    def __init__(self) -> None:
-        self.req_ids: list[str] = []
-        self.new_block_ids: list[tuple[list[int]] | None] = []
-        self.num_computed_tokens: list[int] = []
-        self.resumed_req_ids: set[str] = set()
-
-
-class Output:
-    """What one schedule has decided."""
-
-    __slots__ = (
-        "num_scheduled_tokens", "preempted_req_ids", "scheduled", "scheduled_cached_reqs", "scheduled_new_reqs",
-        "total_num_scheduled_tokens",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.scheduled: list[tuple[Request, int, int]] = []
-        self.scheduled_new_reqs: list[New] = []
-        self.scheduled_cached_reqs = Cached()
-        self.num_scheduled_tokens: dict[str, int] = {}
-        self.total_num_scheduled_tokens = 0
-        self.preempted_req_ids: set[str] = set()
 
 
 class Side(Protocol):
@@ -98,19 +22,40 @@ class Side(Protocol):
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]: ...
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None: ...
     def build(self, output: Any) -> Any: ...
-    def took(self, finished_recving: set[str] | None, finished_sending: set[str] | None) -> None: ...
+    def took(
+        self,
+        finished_recving: set[str] | None,
+        finished_sending: set[str] | None,
+        failed_recving: set[str] | None = None,
+    ) -> None: ...
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> bool: ...
+    def reply_of(self, request: Any) -> dict[str, Any] | None: ...
 
 
 class Loop:
-    """One engine's scheduler. `budget` tokens per step, `chunk` of them per request."""
+    """One engine's scheduler. `budget` tokens per step, `chunk` of them per request; `awaits` names the transfer that
+    a parked request waits for."""
 
-    def __init__(self, world: World, name: str, memory: Memory, side: Side, budget: int, chunk: int) -> None:
+    max_num_running_reqs = 64
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        memory: Memory,
+        side: Side,
+        *,
+        budget: int,
+        chunk: int,
+        awaits: Callable[[Request], str],
+    ) -> None:
         self.world, self.name, self.memory, self.side = world, name, memory, side
-        self.budget, self.chunk = budget, chunk
+        self.budget, self.chunk, self.awaits = budget, chunk, awaits
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.landed: Callable[[Request], None] = lambda request: None
+        """Called with a request that will use what was transferred."""
         self.received: set[str] = set()
         self.failed: set[str] = set()
 
@@ -161,19 +106,21 @@ class Loop:
                     request.status = Status.FINISHED_LENGTH_CAPPED
                     self.running.remove(request)
                     self._end(request, delay_free=False)
-        self._take(received, sent)
+        self._take(received, sent, failed)
         return sampled
 
-    def _take(self, received: set[str], sent: set[str]) -> None:
+    def _take(self, received: set[str], sent: set[str], failed: set[str]) -> None:
         for what, ids in (("finished_recving", received), ("finished_sending", sent)):
             for request_id in sorted(ids - self.requests.keys()):
                 self.world.violate("4", "", f"{self.name}: {what} names {request_id}, which is not there")
-        self.side.took(received, sent)
+        self.side.took(received, sent, failed)
         for request_id in sorted(received & self.requests.keys()):
             request = self.requests[request_id]
             if request.status is Status.WAITING_FOR_REMOTE_KVS:
                 self.received.add(request_id)
                 request.parked = False
+                if request_id not in failed:
+                    self.landed(request)
             elif request.status in FINISHED:
                 self._free(request)
             else:
@@ -243,6 +190,7 @@ class Loop:
             self.side.allocated(request, (request.block_ids,), external)
             if parks:
                 request.status, request.parked = Status.WAITING_FOR_REMOTE_KVS, True
+                request.awaits = self.awaits(request)
                 continue
             self._start(output, request, start, count)
             left -= count
@@ -287,7 +235,9 @@ class Loop:
         return True
 
     def _end(self, request: Request, *, delay_free: bool) -> None:
-        if self.side.finished(request, (request.block_ids,)) or delay_free:
+        held = self.side.finished(request, (request.block_ids,))
+        request.reply = self.side.reply_of(request)
+        if held or delay_free:
             return
         self._free(request)
 

@@ -8,6 +8,7 @@ from collections import deque
 
 from kvbus.matcher.core import MatcherCore
 from kvbus.matcher.lease import FENCE_S, RENEW_S, TAKE_OVER_S
+from kvbus.matcher.service import OWN_MATCHER
 from kvbus.presence import Cards
 from kvbus.sim.bus import Bus, Station
 from kvbus.sim.presence import Presence, Watcher
@@ -82,9 +83,10 @@ class SimMatcher:
         self.frozen = False
         self.held_until_s = float("-inf")
         self.unsent: deque[tuple[float, Post]] = deque(maxlen=UNSENT_MAX)
+        self._self_matching: set[str] = set()
         self._seq = 0
         self._ticks = False
-        bus.matchers.append(self.station)
+        bus.matchers.append((self.station, self.heard))
         election.candidates.append(self)
         presence.watch(Watcher(self.station, self._card_changed))
         self.station.heals.append(self._healed)
@@ -123,7 +125,7 @@ class SimMatcher:
 
     def crash(self) -> None:
         self.process.alive = False
-        self.bus.matchers.remove(self.station)
+        self.bus.matchers.remove((self.station, self.heard))
         self.election.candidates.remove(self)
         self.election.check()
 
@@ -141,12 +143,16 @@ class SimMatcher:
             self._tick_soon()
 
     def _concerns(self, message: Message) -> bool:
-        return not isinstance(message, BlocksUnavailable) or message.source == message.producer_id
+        if isinstance(message, BlocksUnavailable) and message.source != message.producer_id:
+            return False
+        return getattr(message, "producer_id", "") not in self._self_matching
 
     def _card_changed(self, engine_id: str, card: EngineCard | None) -> None:
         now_s = self.world.local_s()
         if card is not None:
             self.cards.seen(card)
+            if OWN_MATCHER in card.capabilities:
+                self._self_matching.add(engine_id)
             self._give(self.core.engine_seen(card, now_s))
         else:
             self.cards.vanished(engine_id, now_s)

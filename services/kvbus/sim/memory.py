@@ -4,6 +4,7 @@ A block has one cell per head shard (two, the largest tensor parallel size here)
 KV was computed from, up to the last filled slot of the block, so that any misplaced KV is seen, not guessed.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvbus.sim.world import World
@@ -46,12 +47,17 @@ class Memory:
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free = list(range(num_blocks))
         self.lent: list[int] = []
+        self.caching = True
+        self.lends_kept: Callable[[int, str], bool] = lambda block_id, transfer_id: False
+        """Whether a block that no request owns is there for this transfer."""
         self._lifo = world.rng.random() < 0.5
         self._cached: dict[Tokens, int] = {}
 
     def hits(self, tokens: Tokens) -> list[int]:
         """Blocks that hold the beginning of these tokens already, leaving at least one token to compute."""
-        found = []
+        found: list[int] = []
+        if not self.caching:
+            return found
         for end in range(self.block_size, len(tokens), self.block_size):
             block_id = self._cached.get(tokens[:end])
             if block_id is None:
@@ -127,7 +133,7 @@ class Memory:
         block = self.blocks[block_id]
         if block.lent is not None and block.lent.transfer_id == transfer_id:
             return True
-        return any(owner.transfer_id == transfer_id for owner in block.owners)
+        return any(owner.transfer_id == transfer_id for owner in block.owners) or self.lends_kept(block_id, transfer_id)
 
     def compute(self, request: Any, shards: tuple[int, ...], start: int, end: int) -> None:
         """A forward pass: read all before `start`, fill the slots from `start` to `end`."""

@@ -130,7 +130,7 @@ class Fabric:
         for source_id, target_id in zip(write.source_blocks[:count], write.target_blocks[:count], strict=True):
             block = target.blocks[target_id]
             owners = block.owners
-            held = len(owners) == 1 and owners[0].transfer_id == write.transfer_id and owners[0].parked
+            held = len(owners) == 1 and owners[0].parked and owners[0].awaits == write.transfer_id
             if not held and target.strict:
                 whose = [f"{owner.request_id} ({owner.transfer_id})" for owner in owners] or "nobody"
                 text = f"a WRITE of {nic.source.name} landed in block {target_id} of {target.name}, held by {whose}"

@@ -125,7 +125,7 @@ class SimRank(RankSide):
         if not self.sim_renews and not self.writing.may_write and any(p.terms for p in self.writing.pushes.values()):
             self.sim_renews = True
             self.world.after(PRESENCE_RENEW_S * self.world.rng.random(), self.process, self._renewed)
-        if self._sent or self.landing._reports.finished:  # noqa: SLF001  (what the next `results` would give)
+        if self._sent or self._quiet or self.landing._reports.finished:  # noqa: SLF001  (what the next `results` would give)
             self.news()
 
     def _retry_turn(self) -> None:

@@ -2,15 +2,19 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from random import Random
 
 from kvbus.engine.identity import Identity
 from kvbus.engine.settings import EngineSettings
 from kvbus.sim.bus import Bus, Station
 from kvbus.sim.clock import virtual_time
-from kvbus.sim.engine import Ground, SimEngine
+from kvbus.sim.engine import SimEngine
+from kvbus.sim.ground import Ground
+from kvbus.sim.job import Job
 from kvbus.sim.matcher import Election, SimMatcher
 from kvbus.sim.memory import Tokens
-from kvbus.sim.router import Job, SimRouter
+from kvbus.sim.reuse import SimReuse
+from kvbus.sim.router import SimRouter
 from kvbus.sim.rules import Rules
 from kvbus.sim.shocks import Shocks
 from kvbus.sim.weather import FAULTS, Weather, draw
@@ -44,17 +48,21 @@ class Sim:
     job_type: type[Job] = Job
     rules_type: type[Rules] = Rules
     modes: tuple[Mode, ...] = ("early", "early", "early", "deferred")
+    talks = False
+    blocks_of_one = BLOCKS_MAX_OF_ONE
+    budgets, chunks = (3, 4, 8), (2, 3, 8)
 
     def __init__(self, seed: int, faults: frozenset[str] = ALL_FAULTS, *, tell: bool = False) -> None:
         self.world = World(seed, tell=tell)
         rng = self.world.rng
-        self.weather: Weather = draw(rng, faults)
-        settings = EngineSettings(progressive=rng.random() < 0.7)
-        self.ground = Ground(self.world, self.weather, settings)
+        self.weather: Weather = draw(rng, faults, reuse=self.talks)
+        self.ground = Ground(self.world, self.weather, self._settings(rng))
         self.bus: Bus = self.ground.bus
         self.presence, self.fabric = self.ground.presence, self.ground.fabric
+        self.reuse: list[SimReuse] = []
         self.rules = self.rules_type(self)
         self.bus.watch = self.rules.said
+        self._begin(rng)
         self.election = Election(self.world)
         self._matchers = 0
         self.start_matcher()
@@ -63,8 +71,8 @@ class Sim:
         self.engines: dict[str, SimEngine] = {}
         self._incarnations: Counter[str] = Counter()
         self._tp = {"prefill": rng.choice((1, 1, 2)), "decode": rng.choice((1, 1, 2))}
-        self._blocks = BLOCKS_MAX_OF_ONE + (rng.randrange(0, 3) if "memory" in self.weather.kinds else 12)
-        self._budget, self._chunk = rng.choice((3, 4, 8)), rng.choice((2, 3, 8))
+        self._blocks = self.blocks_of_one + (rng.randrange(0, 3) if "memory" in self.weather.kinds else 12)
+        self._budget, self._chunk = rng.choice(self.budgets), rng.choice(self.chunks)
         roles: tuple[Role, Role] = ("prefill", "decode")
         for role in roles:
             for number in range(rng.choice((1, 1, 2))):
@@ -75,6 +83,19 @@ class Sim:
         self.arrivals_s: list[float] = []
         self._plan()
         self.shocks = Shocks(self, self.busy_s)
+
+    def _settings(self, rng: Random) -> EngineSettings:
+        return EngineSettings(progressive=rng.random() < 0.7)
+
+    def _begin(self, rng: Random) -> None:
+        """What else a world has; its first events are still to come."""
+
+    def start_reuse(self) -> None:
+        """A new reuse process, where there are some."""
+
+    def restarted(self) -> None:
+        """The server has lost what it had in memory."""
+        self.presence.forget_all()
 
     def start_engine(self, engine_id: str) -> None:
         """A new incarnation."""
@@ -108,7 +129,7 @@ class Sim:
     def stations(self) -> list[Station]:
         """Everybody on the bus."""
         engines = [station for engine in self.engines.values() for station in engine.stations]
-        return [*engines, *self.bus.matchers, self.router.station]
+        return [*engines, *(matcher.station for matcher in self.election.candidates), self.router.station]
 
     def run(self) -> Result:
         with virtual_time(self.world):
@@ -153,7 +174,7 @@ class Sim:
         deadline_s = rng.choice((2.0, 5.0, 12.0))
         self.deadline_s = max(self.deadline_s, deadline_s)
         mode = rng.choice(self.modes)
-        job = self.job_type(self.router, request_id, prompt, rng.randrange(1, NEW_MAX + 1), mode, deadline_s)
+        job = self.job_type(self.router, request_id, (prompt,), rng.randrange(1, NEW_MAX + 1), mode, deadline_s)
         self.router.jobs.append(job)
         job.start(1)
         if rng.random() < self.weather.leave:

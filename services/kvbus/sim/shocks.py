@@ -86,6 +86,9 @@ class Shocks:
     def _cut_for(self, stations: list[Station], span_s: float) -> None:
         names = ", ".join(station.process.name for station in stations)
         self.world.tell("world", "", f"cuts {names} off the bus for {span_s:.3f} s")
+        for reuse in self.sim.reuse:
+            if reuse.station in stations:
+                reuse.note_listening()
         for station in stations:
             self.sim.presence.freeze_own(station)
             self.sim.bus.cut(station)
@@ -95,7 +98,7 @@ class Shocks:
     def _heal(self, stations: list[Station]) -> None:
         self.world.tell("world", "", f"heals {', '.join(station.process.name for station in stations)}")
         if not self.sim.presence.up:
-            self.sim.presence.forget_all()
+            self.sim.restarted()
             self.sim.presence.up = True
         for station in stations:
             self.sim.bus.heal(station)
@@ -112,6 +115,25 @@ class Shocks:
         self.world.tell("world", "", f"cuts the NIC of {engine_id} off")
         self.sim.fabric.cut.add(engine_id)
         self.world.after(self._span(CUT_MAX_S), None, self.sim.fabric.cut.discard, engine_id)
+
+    def _reuse(self) -> None:
+        """A reuse process is killed and restarted, paused, or cut off the bus."""
+        rng = self.world.rng
+        alive = [reuse for reuse in self.sim.reuse if reuse.process.alive and not reuse.process.paused]
+        if not alive:
+            return
+        reuse, span_s = rng.choice(alive), self._span(PAUSE_MAX_S)
+        what = rng.choice(("kill", "pause", "cut"))
+        if what == "cut":
+            self._cut_for([reuse.station], span_s)
+        elif what == "kill":
+            self.world.tell("world", "", f"kills {reuse.process.name}")
+            reuse.crash()
+            self.world.after(span_s * rng.random(), None, self.sim.start_reuse)
+        else:
+            self.world.tell("world", "", f"pauses {reuse.process.name} for {span_s:.3f} s")
+            self.world.pause(reuse.process)
+            self.world.after(span_s, None, self.world.resume, reuse.process)
 
     def _matcher(self) -> None:
         """A matcher is killed and restarted, paused, or cut off the bus."""

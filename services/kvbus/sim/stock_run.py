@@ -9,9 +9,11 @@ from typing import Any
 from kvbus.router.core import Dispatch, Leg
 from kvbus.sim.bus import Station
 from kvbus.sim.engine import DUE_MAX_S, SimEngine
+from kvbus.sim.job import Job, SimLeg
 from kvbus.sim.presence import Watcher
 from kvbus.sim.rank import SimLink
-from kvbus.sim.router import Job, SimLeg, SimRouter
+from kvbus.sim.request import Request
+from kvbus.sim.router import SimRouter
 from kvbus.sim.rules import Rules
 from kvbus.sim.run import ALL_FAULTS, Result, Sim
 from kvbus.sim.stock import StockPlane, StockRank, StockSide
@@ -28,11 +30,25 @@ class StockEngine(SimEngine):
         self.memory.strict = False
         return StockSide((self.identity.engine_id, self.identity.incarnation))
 
+    def _landed(self, request: Request) -> None:
+        return
+
+    def _transfer_awaited(self, request: Request) -> str:
+        return request.transfer_id
+
     def _add_rank(self, number: int) -> Station:
         ground, me = self.ground, self.identity
         process = self.world.process(f"{self.name}-r{number}", ground.weather.drift)
         plane = StockPlane(ground.fabric, self.memory, process, number, me.tp_size)
-        rank = StockRank(self.world, process, plane, ground.fabric, me.tp_size, self._rank_news)
+        rank = StockRank(
+            self.world,
+            process,
+            plane,
+            ground.fabric,
+            me.tp_size,
+            self._rank_news,
+            guarded=bool(self.world.rng_seed % 2),
+        )
         plane.poke = rank.turn
         station = Station(process, f"{me.engine_id}-r{number}", me.incarnation, rank.heard)
         self.processes.append(process)
@@ -53,7 +69,7 @@ class StockJob(Job):
         before = self.outcome
         super().leave()
         if not before and self.router.world.rng.random() < RETRY_SHARE:
-            again = StockJob(self.router, self.facts.request_id, self.prompt, self.max_new, self.mode, self.deadline_s)
+            again = StockJob(self.router, self.facts.request_id, self.prompts, self.max_new, self.mode, self.deadline_s)
             self.router.jobs.append(again)
             self.router.world.after(0.05 * self.router.world.rng.random(), self.router.process, again.start, 1)
 

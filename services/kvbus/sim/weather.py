@@ -5,9 +5,9 @@ from random import Random
 
 FAULTS = (
     "loss", "duplicate", "delay", "partition", "nats", "nixl", "write", "handshake", "crash", "pause", "drift",
-    "memory", "leave", "matcher", "legs",
+    "memory", "leave", "matcher", "legs", "reuse",
 )  # fmt: skip
-"""Kinds of fault, as `--faults` names them."""
+"""Kinds of fault, as `--faults` names them. Of reuse processes there are some in the worlds with conversations only."""
 
 DRIFT_MAX = 0.01
 """Clocks run at most this share too fast or too slow: the bound under which the fences hold."""
@@ -34,13 +34,14 @@ class Weather:
     twice: float = 0.0
     """Chance that a leg is sent twice with the same ticket."""
     shocks: list[str] = field(default_factory=list)
-    """Kinds of the events to come: crash, pause, partition, nats, nixl, matcher."""
+    """Kinds of the events to come: crash, pause, partition, nats, nixl, matcher, reuse."""
 
 
-def draw(rng: Random, allowed: frozenset[str]) -> Weather:
-    """The weather of one run, out of the allowed kinds of fault."""
+def draw(rng: Random, allowed: frozenset[str], *, reuse: bool) -> Weather:
+    """The weather of one run, out of the allowed kinds of fault; `reuse`: there are reuse processes."""
     share = rng.choice((0.15, 0.3, 0.6))
-    kinds = frozenset(kind for kind in FAULTS if rng.random() < share and kind in allowed)
+    possible = FAULTS if reuse else FAULTS[:-1]
+    kinds = frozenset(kind for kind in possible if rng.random() < share and kind in allowed)
     weather = Weather(kinds=kinds)
     if "loss" in kinds:
         weather.loss = rng.choice((0.02, 0.1, 0.4))
@@ -60,7 +61,7 @@ def draw(rng: Random, allowed: frozenset[str]) -> Weather:
         weather.leave = rng.choice((0.2, 0.6))
     if "legs" in kinds:
         weather.twice = 0.3
-    shocking = [kind for kind in ("crash", "pause", "partition", "nats", "nixl", "matcher") if kind in kinds]
+    shocking = [kind for kind in ("crash", "pause", "partition", "nats", "nixl", "matcher", "reuse") if kind in kinds]
     for kind in shocking:
         weather.shocks += [kind] * rng.choice((1, 1, 2))
     return weather
