@@ -342,3 +342,30 @@ async def test_a_publish_on_a_transport_that_closed_unnoticed_is_sent_after_the_
 
     await asyncio.to_thread(uvloop.run, scenario())
     assert ended == [1]
+
+
+async def test_what_could_not_be_done_after_a_reconnect_is_tried_until_it_can(
+    server: EmbeddedNats, connect: Callable[..., Awaitable[Bus]]
+) -> None:
+    """Found by `kvbus chaos`: matchers whose catch-up timed out after a restart of NATS never paired anything again."""
+    bus = await connect("healing")
+    calls: list[str] = []
+
+    async def busy_at_first() -> None:
+        calls.append("busy")
+        if calls.count("busy") < 3:
+            raise BusError("no answer within 3.0 s")
+
+    async def wrong() -> None:
+        calls.append("wrong")
+        raise ValueError("a fault of its own")
+
+    async def good() -> None:
+        calls.append("good")
+
+    bus.on_connected += [busy_at_first, wrong, good]
+    await asyncio.to_thread(server.restart)
+    await until(lambda: calls.count("busy") == 3, timeout_s=15.0)
+    await asyncio.sleep(1.2)
+    assert sorted(calls) == ["busy"] * 3 + ["good", "wrong"]
+    assert bus.counters.handler_errors == 1

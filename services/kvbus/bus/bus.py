@@ -29,6 +29,7 @@ from kvbus_schemas import EVERYONE, AnyMessage, Message, Post, UndecodableError,
 CATCH_UP_TIMEOUT_S = 60.0
 CALLBACK_TIMEOUT_S = 120.0
 """For each callback after a reconnect: none may keep the next ones from being told."""
+CALLBACK_AGAIN_S = 1.0
 YIELD_EVERY = 100
 """Messages after which a burst of posts lets the loop run; nats-py's publish never does by itself."""
 ERROR_HEADER = "Kvbus-Error"
@@ -280,10 +281,20 @@ class Bus:
         await ensure_trace(self._jetstream, self._link.settings)
         for bucket in list(self._buckets.values()):
             await bucket.heal()
-        for callback in list(self.on_connected):
-            try:
-                async with asyncio.timeout(CALLBACK_TIMEOUT_S):
-                    await callback()
-            except Exception as error:
-                self.counters.handler_errors += 1
-                log.exception("on_connected_failed", error=repr(error))
+        waiting = list(self.on_connected)
+        while waiting and self.connected:
+            waiting = [callback for callback in waiting if not await self._told(callback)]
+            await asyncio.sleep(CALLBACK_AGAIN_S if waiting else 0)
+
+    async def _told(self, callback: Callable[[], Awaitable[None]]) -> bool:
+        """False: NATS did not serve it yet, as just after a start; it has to be called again."""
+        try:
+            async with asyncio.timeout(CALLBACK_TIMEOUT_S):
+                await callback()
+        except (BusError, TimeoutError) as error:
+            log.warning("on_connected_again", error=repr(error))
+            return False
+        except Exception as error:
+            self.counters.handler_errors += 1
+            log.exception("on_connected_failed", error=repr(error))
+        return True

@@ -159,7 +159,7 @@ class Link:
         try:
             async with asyncio.timeout(DRAIN_TIMEOUT_S + CLOSE_TIMEOUT_S):
                 await (self._client.drain() if self.connected else self._client.close())
-        except (TimeoutError, nats.errors.Error) as error:
+        except (TimeoutError, nats.errors.Error, RuntimeError) as error:  # uvloop's, of a transport that is closed
             log.warning("bus_close_unclean", error=repr(error))
 
     def check(self, subject: str, size_bytes: int) -> None:
