@@ -26,41 +26,64 @@ function route() {
   };
 }
 
-// A transfer keeps its place while it runs; when it is over its place stays, pale, for a moment, and is then given to
-// the next one: nothing jumps.
+// A transfer keeps its place while it runs. When it is over its place stays, pale, for a moment, then empty, until the
+// next one takes it or nothing follows it: nothing jumps.
 class Running {
   constructor(body) {
     this.body = body;
     this.known = new Map();
+    this.empty = new Set();
   }
 
   show(rows) {
     const keys = new Set(rows.map((row) => row.id));
-    const free = [];
     for (const [id, known] of this.known) {
-      if (keys.has(id)) continue;
-      if (!known.over) {
-        known.over = performance.now();
-        mark(known.el, "class", "over");
-      }
-      if (this.known.size > LINGER_ROWS || performance.now() - known.over > LINGER_MS) {
-        free.push(known);
-        this.known.delete(id);
-      }
+      if (keys.has(id) || known.over) continue;
+      known.over = performance.now();
+      mark(known.el, "class", "over");
     }
+    this.clear();
     for (const row of rows) {
       let known = this.known.get(row.id);
       if (!known) {
         known = this.make(row);
-        const place = free.shift();
-        if (place) place.el.replaceWith(known.el);
-        else this.body.append(known.el);
+        this.place(known.el);
         this.known.set(row.id, known);
       }
       known.row = row;
       known.update(row);
     }
-    for (const place of free) place.el.remove();
+    this.trim();
+  }
+
+  /** Empty the places of what has been over for a while. */
+  clear() {
+    const lingering = this.known.size > LINGER_ROWS ? 0 : LINGER_MS;
+    for (const [id, known] of this.known) {
+      if (!known.over || performance.now() - known.over < lingering) continue;
+      const place = h("tr", { "aria-hidden": "true" }, h("td", { colspan: 5 }));
+      known.el.replaceWith(place);
+      this.empty.add(place);
+      this.known.delete(id);
+    }
+    this.trim();
+  }
+
+  place(element) {
+    const [free] = this.empty;
+    if (!free) {
+      this.body.append(element);
+      return;
+    }
+    this.empty.delete(free);
+    free.replaceWith(element);
+  }
+
+  trim() {
+    while (this.empty.has(this.body.lastElementChild)) {
+      this.empty.delete(this.body.lastElementChild);
+      this.body.lastElementChild.remove();
+    }
   }
 
   make(row) {
@@ -118,6 +141,8 @@ export function showFinished(section) {
 
 export function tickRunning() {
   for (const known of running.known.values()) if (!known.over) known.tick(known.row);
+  running.clear();
+  $("running-empty").hidden = running.known.size > 0;
 }
 
 /** Mark the row of the transfer that is looked at. */
