@@ -192,3 +192,54 @@ async def test_the_past_holds_nobody_to_what_another_said_in_his_name(world: Wor
         past = Ears()
         await matcher_bus.catch_up("kvbus.v1.transfer.>", past)
         assert [m.source for m in past.heard if m.key == transfer_id] == ["d0"]
+
+
+async def test_the_past_and_the_buckets_believe_no_copy(world: World) -> None:
+    """JetStream sends what somebody has stored to a subject of the trace, or over another's key: neither counts."""
+    transfer_id, conversation = fresh(), fresh()
+    forged = CancelOrdered(source="matcher-0", transfer_id=transfer_id, reason="forged")
+    async with world.bus("d1") as d1, world.bus("reuse-0") as thief, world.bus("matcher-0") as matcher_bus:
+        await announce(d1, "d1")
+        seen: list[tuple[str, bytes | None]] = []
+        watched = await matcher_bus.bucket(subjects.ENGINES_BUCKET)
+        watch = await watched.watch(lambda key, value: seen.append((key, value)), "d1")
+        stored = f"$KV.{subjects.CONVERSATIONS_BUCKET}.{conversation}"
+        await thief._jetstream.put(stored, encode(forged), {})
+        body = json.dumps({"last_by_subj": stored}).encode()
+        for to in (subjects.subject_of(forged, sender="matcher-0", to="d0"), f"$KV.{subjects.ENGINES_BUCKET}.d1"):
+            await thief._link._send(f"$JS.API.DIRECT.GET.KV_{subjects.CONVERSATIONS_BUCKET}", body, to, None)
+        await thief.barrier()
+        past = Ears()
+        await matcher_bus.catch_up("kvbus.v1.transfer.>", past)
+        assert not [message for message in past.heard if message.key == transfer_id]
+        async with world.bus("observer") as observer:
+            cards = await observer.bucket(subjects.ENGINES_BUCKET)
+            assert await cards.get("d1") is None, "what stands there is nobody's"
+            assert "d1" not in await cards.keys()
+            await announce(d1, "d1")
+            assert await cards.get("d1") is not None, "its owner writes it again"
+        await watch.stop()
+        assert {value is not None for _, value in seen} == {True}, "to watchers the engine was there all the time"
+
+
+async def test_a_consumer_cannot_be_made_to_speak_in_anothers_name(world: World) -> None:
+    """Everybody may watch the cards; what a watch delivers goes to where somebody listens to just that subject."""
+    forged = CancelOrdered(source="matcher-0", transfer_id=fresh(), reason="forged")
+    async with world.bus("d0") as thief, world.bus("d1") as d1:
+        ears = Ears()
+        await d1.subscribe(subjects.addressed_to("d1"), ears)
+        await thief._jetstream.put(f"$KV.{subjects.ENGINES_BUCKET}.d0", encode(forged), {"Nats-TTL": "60"})
+        consumer = {
+            "name": "thief",
+            "deliver_subject": subjects.subject_of(forged, sender="matcher-0", to="d1"),
+            "deliver_policy": "all",
+            "ack_policy": "none",
+            "filter_subject": f"$KV.{subjects.ENGINES_BUCKET}.>",
+        }
+        call = f"CONSUMER.CREATE.KV_{subjects.ENGINES_BUCKET}.thief.$KV.{subjects.ENGINES_BUCKET}.>"
+        body = {"stream_name": f"KV_{subjects.ENGINES_BUCKET}", "config": consumer, "action": "create"}
+        await thief._jetstream.api(call, body)
+        await d1.publish(cancel("d" * 32), "d1")
+        await ears.one(CancelOrdered)
+        await d1.barrier()
+        assert forged.key not in {message.key for message in ears.heard}

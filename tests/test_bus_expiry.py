@@ -64,12 +64,6 @@ def test_what_is_due_is_due_again_a_little_later_until_it_is_forgotten(expiry: E
     assert expiry.next_s() == math.inf
 
 
-def test_what_has_no_lifetime_never_ends(expiry: Expiry) -> None:
-    expiry.keep("k", 5.0, stored_unix_s=SERVER_S)
-    expiry.keep("k", None, stored_unix_s=SERVER_S)
-    assert expiry.next_s() == math.inf
-
-
 @pytest.mark.parametrize(("text", "seconds"), [("480", 480), ("1h", 3600), ("1500ms", 1.5), ("1m30s", 90)])
 def test_lifetimes_are_read_as_nats_writes_them(text: str, seconds: float) -> None:
     assert lifetime_s({"Nats-TTL": text}) == seconds

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from kvbus.bus.client import COPIED
 from kvbus.bus.errors import JetStreamError, KeyExistsError, NoRespondersError, RevisionError
 from kvbus.bus.expiry import lifetime_s
 from kvbus.bus.jetstream import NS, WRONG_LAST_SEQUENCE, JetStream, Stored, whole_seconds
@@ -33,8 +34,8 @@ class Entry:
 
 
 def is_gone(headers: dict[str, str]) -> bool:
-    """True for the tombstone that stands where a key was deleted."""
-    return headers.get("KV-Operation") in ("DEL", "PURGE")
+    """True for the tombstone that stands where a key was deleted, and for what nobody has written (`bus.client`)."""
+    return COPIED in headers or headers.get("KV-Operation") in ("DEL", "PURGE")
 
 
 def bucket_config(name: str, *, ttl_hint_s: float | None, storage: Storage, replicas: int) -> dict[str, Any]:

@@ -31,11 +31,8 @@ class Expiry:
         """The server's time now."""
         self._ahead_s = server_unix_s - self._clock()
 
-    def keep(self, key: str, ttl_s: float | None, *, stored_unix_s: float) -> None:
-        """`key` was stored then, by the server's clock, for so long; None: for ever."""
-        if ttl_s is None:
-            self._ends.pop(key, None)
-            return
+    def keep(self, key: str, ttl_s: float, *, stored_unix_s: float) -> None:
+        """`key` was stored then, by the server's clock, for so long."""
         now_s = self._clock()
         age_s = max(0.0, now_s + self._ahead_s - stored_unix_s)
         self._ends[key] = now_s + ttl_s - min(age_s, ttl_s)

@@ -8,6 +8,7 @@ import msgspec
 import structlog
 from nats.aio.msg import Msg
 
+from kvbus.bus.client import ORIGIN
 from kvbus.bus.link import Link
 from kvbus.errors import BusError
 from kvbus_schemas import MESSAGE_BYTES_MAX, AnyMessage, DeadLetter, UndecodableError, decode, subjects
@@ -21,7 +22,7 @@ log = structlog.get_logger(__name__)
 Handler = Callable[[AnyMessage], Awaitable[None] | None]
 Rejected = Callable[[str, str], None]
 
-COPY_HEADER = "Nats-Stream"
+COPY_HEADER = ORIGIN
 """On what JetStream has read out of a stream. It sends that wherever it is asked to, so on any subject."""
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import structlog
 
+from kvbus.bus.client import COPIED
 from kvbus.bus.inbound import check_subject
 from kvbus.bus.jetstream import NS, JetStream, whole_seconds
 from kvbus.bus.settings import BusSettings
@@ -94,6 +95,8 @@ async def replay(
     async for stored in jetstream.read(subjects.TRACE_STREAM, subject, after_seq=since_seq, since_s=since_s):
         if limit is not None and count >= limit:
             return
+        if COPIED in stored.headers:
+            continue  # whoever had it sent here has not said it
         try:
             message = decode(stored.data)
             check_subject(stored.subject, message)

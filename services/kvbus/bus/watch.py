@@ -19,6 +19,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from kvbus.bus.calls import status_of
+from kvbus.bus.client import ORIGIN
 from kvbus.bus.expiry import Expiry, lifetime_s
 from kvbus.bus.jetstream import NS, JetStream, unix_of
 from kvbus.errors import BusError
@@ -186,10 +187,14 @@ class Watch:
 
     async def _take(self, key: str, revision: str, msg: Msg) -> None:
         headers = msg.headers or {}
+        if ORIGIN in headers:
+            return  # a copy, which somebody has sent there: its owner will write the key again
         if headers.get("KV-Operation") in ("DEL", "PURGE"):
             await self._gone(key)
             return
-        self._expiry.keep(key, lifetime_s(headers), stored_unix_s=int(revision.partition(".")[2]) / NS)
+        ttl_s = lifetime_s(headers)
+        if ttl_s is not None:
+            self._expiry.keep(key, ttl_s, stored_unix_s=int(revision.partition(".")[2]) / NS)
         if self._known.get(key) != revision:
             self._known[key] = revision
             await self._tell(key, msg.data)
