@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from tests.router_world import COMPLETION, World, until
 
 from kvbus.bus import Bus, BusSettings
@@ -249,6 +250,17 @@ async def test_a_silent_guest_costs_the_deadline_then_it_rests_then_it_is_tried_
     guest.act = answering()
     assert (await served(world)).policy == f"guest {guest.name}"
     assert await counted(world, "kvbus_router_guest_resting", guest=guest.name) == 0
+
+
+async def test_the_log_says_it_once_in_a_while_however_often_it_happens(world: World, guest_of: Any) -> None:
+    guest = await guest_of()
+    guest.act = answering(decode_id="nobody")
+    await fleet(world, guest=guest.name)
+    with capture_logs() as logs:
+        for _ in range(BREAKER_FAILURES + 2):
+            await served(world)
+    warnings = [(log["event"], log.get("outcome", "")) for log in logs if log.get("guest") == guest.name]
+    assert warnings == [("guest_answer", "unknown_engine"), ("guest_rests", ""), ("guest_answer", "resting")]
 
 
 async def test_nobody_of_that_name_is_a_fallback(world: World) -> None:
