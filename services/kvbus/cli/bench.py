@@ -7,6 +7,7 @@ bench = typer.Typer(no_args_is_help=True, help="Measure: every figure is a ratio
 
 def register(app: typer.Typer) -> None:
     """Add `kvbus bench`."""
+    from kvbus.bench.capture import register_bench as register_capture
     from kvbus.bench.handoff import register_bench as register_handoff
     from kvbus.bench.multiturn import register_bench as register_multiturn
     from kvbus.bench.policies import register_bench as register_policies
@@ -21,6 +22,7 @@ def register(app: typer.Typer) -> None:
     register_reuse(bench)
     register_multiturn(bench)
     register_workload(bench)
+    register_capture(bench)
     register_traffic(bench)
     register_policies(bench)
     register_route(bench)

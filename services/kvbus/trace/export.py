@@ -8,9 +8,12 @@ from typing import Any
 import msgspec
 
 from kvbus.trace.core import Line, Stage, Story
+from kvbus.trace.perfetto import perfetto, took_ms
 from kvbus.trace.phrases import phrase_of
 from kvbus.trace.presence import Presence, Record
-from kvbus_schemas import BlocksReady, PushDone, RequestServed, TransferClosed, subjects
+from kvbus_schemas import subjects
+
+__all__ = ["jsonl", "otlp", "perfetto", "took_ms"]
 
 Json = dict[str, Any]
 US = 1_000_000
@@ -33,69 +36,6 @@ def jsonl(lines: Iterable[Line], presence: Iterable[Presence] = ()) -> Iterator[
     ]
     for record in sorted(derived + stored, key=lambda record: record.seq):
         yield msgspec.json.encode(record).decode()
-
-
-def perfetto(stories: Iterable[Story]) -> Json:
-    """Chrome trace events: a track for each process, a slice for what took time, a flow for each message."""
-    events: list[Json] = []
-    pids: dict[str, int] = {}
-    for story in stories:
-        for line in story.lines:
-            events += [*_slices(story, line, pids), *_flow(line, pids)]
-    names = [
-        {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}} for name, pid in pids.items()
-    ]
-    return {"displayTimeUnit": "ms", "traceEvents": names + events}
-
-
-def _pid(name: str, pids: dict[str, int]) -> int:
-    return pids.setdefault(name, len(pids) + 1)
-
-
-def took_ms(line: Line) -> float:
-    """How long what a message reports has taken, in milliseconds, up to the message; 0 for what reports nothing."""
-    match line.message:
-        case RequestServed():
-            return line.message.duration_ms
-        case BlocksReady():
-            return line.message.computed_ms
-        case PushDone():
-            return line.message.duration_ms
-        case TransferClosed():
-            return line.message.waited_ms
-        case _:
-            return 0.0
-
-
-def _slices(story: Story, line: Line, pids: dict[str, int]) -> list[Json]:
-    length_us = max(took_ms(line) * 1000, 1.0)
-    return [
-        {
-            "ph": "X",
-            "name": type(line.message).__name__,
-            "cat": type(line.message).PLANE,
-            "pid": _pid(line.sender, pids),
-            "tid": int(story.transfer_id[:6], 16) if _is_hex(story.transfer_id[:6]) else 0,
-            "ts": line.at_s * US - (length_us if length_us > 1 else 0),
-            "dur": length_us,
-            "args": {"what": phrase_of(line.message), "request": story.request_id, "transfer": line.message.key},
-        }
-    ]
-
-
-def _flow(line: Line, pids: dict[str, int]) -> list[Json]:
-    if line.to == "all":
-        return []
-    common = {"name": type(line.message).__name__, "cat": "message", "id": line.seq, "tid": 0}
-    at_us = line.at_s * US
-    return [
-        common | {"ph": "s", "pid": _pid(line.sender, pids), "ts": at_us},
-        common | {"ph": "f", "bp": "e", "pid": _pid(line.to, pids), "ts": at_us + 1},
-    ]
-
-
-def _is_hex(text: str) -> bool:
-    return bool(text) and set(text) <= set("0123456789abcdefABCDEF")
 
 
 def otlp(stories: Iterable[Story]) -> Json:
