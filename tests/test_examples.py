@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.auth_world import World, secured
 
 from kvbus.embedded import EmbeddedNats
 
@@ -52,9 +53,10 @@ def node_modules() -> Path:
     return directory
 
 
-def started(command: list[str], directory: Path) -> Iterator[None]:
+def started(command: list[str], directory: Path, environ: dict[str, str] | None = None) -> Iterator[None]:
     """A process that says that it answers; ended afterwards."""
-    with subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, text=True) as process:
+    env = os.environ | (environ or {})
+    with subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, text=True, env=env) as process:
         assert process.stdout is not None
         try:
             assert "answers" in process.stdout.readline(), "it ended by itself"
@@ -64,33 +66,47 @@ def started(command: list[str], directory: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def python_example(nats_server: EmbeddedNats) -> Iterator[str]:
-    yield from (
-        "python-example"
-        for _ in started([sys.executable, str(EXAMPLES / "router.py"), "python-example", nats_server.url], EXAMPLES)
-    )
+def command(language: str, request: pytest.FixtureRequest) -> tuple[list[str], Path]:
+    """How to start the example in that language, and where."""
+    if language == "python":
+        return [sys.executable, str(EXAMPLES / "router.py")], EXAMPLES
+    directory: Path = request.getfixturevalue("node_modules")
+    shutil.copy(EXAMPLES / "router.mjs", directory)
+    return ["node", "router.mjs"], directory
 
 
-@pytest.fixture
-def javascript_example(nats_server: EmbeddedNats, node_modules: Path) -> Iterator[str]:
-    shutil.copy(EXAMPLES / "router.mjs", node_modules)
-    yield from (
-        "javascript-example"
-        for _ in started(["node", "router.mjs", "javascript-example", nats_server.url], node_modules)
-    )
-
-
-@pytest.mark.parametrize("language", ["python", "javascript"])
-async def test_an_example_passes_conformance(
-    nats_server: EmbeddedNats, language: str, request: pytest.FixtureRequest
-) -> None:
-    name = request.getfixturevalue(f"{language}_example")
+async def conform(name: str, url: str, **environ: str) -> None:
+    """`kvbus conformance` finds nothing wrong with it."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvbus", "conformance", "--guest", name, "--nats", nats_server.url, "--json",
-        "--deadline-ms", DEADLINE_MS, stdout=asyncio.subprocess.PIPE,
+        sys.executable, "-m", "kvbus", "conformance", "--guest", name, "--nats", url, "--json",
+        "--deadline-ms", DEADLINE_MS, stdout=asyncio.subprocess.PIPE, env=os.environ | environ,
     )  # fmt: skip
     out, _ = await asyncio.wait_for(process.communicate(), START_S)
     report = json.loads(out)
     assert [check for check in report["checks"] if not check["passed"]] == []
     assert (report["passed"], process.returncode) == (True, 0)
     assert len(report["checks"]) > 20
+
+
+@pytest.mark.parametrize("language", ["python", "javascript"])
+async def test_an_example_passes_conformance(
+    nats_server: EmbeddedNats, language: str, command: tuple[list[str], Path]
+) -> None:
+    name = f"{language}-example"
+    for _ in started([*command[0], name, nats_server.url], command[1]):
+        await conform(name, nats_server.url)
+
+
+@pytest.fixture(scope="module")
+def secure_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with secured(tmp_path_factory.mktemp("secured")) as found:
+        yield found
+
+
+@pytest.mark.parametrize("language", ["python", "javascript"])
+async def test_an_example_needs_no_more_than_the_key_of_a_guest(
+    secure_world: World, language: str, command: tuple[list[str], Path]
+) -> None:
+    access, url = secure_world.access, secure_world.server.url
+    for _ in started([*command[0], "chooser", url], command[1], access.environ("chooser")):
+        await conform("chooser", url, **access.environ("router-1"))

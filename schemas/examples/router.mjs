@@ -3,11 +3,14 @@
 //   npm install @nats-io/transport-node @msgpack/msgpack
 //   node router.mjs NAME [nats://127.0.0.1:4222]     then: kvbus router --guest NAME, or --shadow NAME
 import { randomBytes } from "node:crypto";
+import { readFileSync } from "node:fs";
 import { decode, encode } from "@msgpack/msgpack";
-import { connect } from "@nats-io/transport-node";
+import { connect, nkeyAuthenticator } from "@nats-io/transport-node";
 
 const [name, servers = "nats://127.0.0.1:4222"] = process.argv.slice(2);
-const connection = await connect({ servers, name });
+const seedFile = process.env.KVBUS_NKEY_SEED_FILE; // where NATS has keys: `kvbus auth init --guest NAME`
+const authenticator = seedFile ? nkeyAuthenticator(Buffer.from(readFileSync(seedFile, "utf8").trim())) : undefined;
+const connection = await connect({ servers, name, authenticator, maxReconnectAttempts: -1 });
 const incarnation = randomBytes(6).toString("hex"); // new at every start
 let seq = 0; // counts what this process says, from 1
 

@@ -4,6 +4,7 @@ python router.py NAME [nats://127.0.0.1:4222]     then: kvbus router --guest NAM
 """
 
 import asyncio
+import os
 import secrets
 import sys
 import time
@@ -16,7 +17,7 @@ from kvbus_schemas import EngineView, RouteAnswered, RouteAsked, UndecodableErro
 
 
 def choose(asked: RouteAsked) -> RouteAnswered:
-    """The answer. What each message means is in kvbus_schemas/route.py."""
+    """The answer; kvbus_schemas/route.py says what each field means."""
     prefills = [engine for engine in asked.engines if engine.role == "prefill"]
     decodes = [engine for engine in asked.engines if engine.role == "decode"]
     if asked.part == "decode":  # prefill is done: only a decode is wanted
@@ -24,9 +25,8 @@ def choose(asked: RouteAsked) -> RouteAnswered:
     mode = (asked.asked or "early") if prefills else "local"
     prefill_id = "" if mode == "local" else least(prefills)
     decode_id = "" if mode == "deferred" else least(decodes)
-    return RouteAnswered(
-        ask_id=asked.ask_id, mode=mode, prefill_id=prefill_id, decode_id=decode_id, reason="fewest unfinished"
-    )
+    ids = {"prefill_id": prefill_id, "decode_id": decode_id}
+    return RouteAnswered(ask_id=asked.ask_id, mode=mode, reason="fewest unfinished", **ids)
 
 
 def least(engines: list[EngineView]) -> str:
@@ -34,7 +34,8 @@ def least(engines: list[EngineView]) -> str:
 
 
 async def main(name: str, url: str = "nats://127.0.0.1:4222") -> None:
-    connection = await nats.connect(url, name=name)
+    seed = os.environ.get("KVBUS_NKEY_SEED_FILE")  # where NATS has keys: `kvbus auth init --guest NAME`
+    connection = await nats.connect(url, name=name, nkeys_seed=seed, max_reconnect_attempts=-1)
     incarnation, seq = secrets.token_hex(6), 0
 
     async def on_asked(msg: Msg) -> None:
@@ -45,8 +46,8 @@ async def main(name: str, url: str = "nats://127.0.0.1:4222") -> None:
             return  # of a newer kvbus, or nobody's
         if isinstance(asked, RouteAsked):
             seq += 1
-            now_us = time.time_ns() // 1000
-            answer = replace(choose(asked), source=name, incarnation=incarnation, seq=seq, sent_unix_us=now_us)
+            sent = time.time_ns() // 1000
+            answer = replace(choose(asked), source=name, incarnation=incarnation, seq=seq, sent_unix_us=sent)
             await connection.publish(subjects.subject_of(answer, sender=name, to=asked.source), encode(answer))
 
     for to in (name, "all"):  # what is for this router, and what is for whoever listens
