@@ -79,14 +79,14 @@ class Result(msgspec.Struct, kw_only=True):
     load_s: float
 
 
-async def campaign(options: Options, say: Say, tick: Say) -> Result:
-    """Run it. `say` gets lines to keep, `tick` how it stands, every second. Raises KvbusError when the fleet does not
-    start."""
+async def campaign(options: Options, say: Say, tick: Say, stopping: asyncio.Event) -> Result:
+    """Run it, until `stopping` at most. `say` gets lines to keep, `tick` how it stands, every second. Raises KvbusError
+    when the fleet does not start."""
     async with start_fleet(_fleet_options(options), say) as fleet, _http() as http:
         known = await _learn(options, fleet, http, say)
         ear = await listen(fleet)
         try:
-            return await _Run(options, fleet, http, ear, known, say, tick).run()
+            return await _Run(options, fleet, http, ear, known, say, tick).run(stopping)
         finally:
             await ear.close()
 
@@ -105,7 +105,7 @@ class _Run:
         self.happened: list[Happened] = []
         self.since_s = time.monotonic()
 
-    async def run(self) -> Result:
+    async def run(self, cut_short: asyncio.Event) -> Result:
         wanted = self.options
         lanes = plan(wanted.seed, wanted.faults, wanted.counts, wanted.gap_s, wanted.kinds)
         stopping = asyncio.Event()
@@ -113,7 +113,7 @@ class _Run:
         loads = [asyncio.create_task(self.clients.steady(stopping)) for _ in range(self.options.concurrency)]
         try:
             await asyncio.sleep(self.options.warm_s)
-            await asyncio.gather(*(self._lane(faults) for faults in lanes.values()))
+            await asyncio.gather(*(self._lane(faults, cut_short) for faults in lanes.values()))
             stopping.set()
             await asyncio.gather(*loads)
             load_s = time.monotonic() - self.since_s
@@ -128,10 +128,11 @@ class _Run:
             await self.faults.close()
         return self._result(lost, load_s)
 
-    async def _lane(self, faults: list[Fault]) -> None:
+    async def _lane(self, faults: list[Fault], cut_short: asyncio.Event) -> None:
         for fault in faults:
-            await asyncio.sleep(fault.gap_s)
-            if time.monotonic() - self.since_s > self.options.seconds_max:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(cut_short.wait(), fault.gap_s)
+            if cut_short.is_set() or time.monotonic() - self.since_s > self.options.seconds_max:
                 return
             await self._one(fault)
 

@@ -60,6 +60,8 @@ class Ear:
         self.heard: deque[Heard] = deque(maxlen=HEARD_MAX)
         self.routes: OrderedDict[str, RouteDecided] = OrderedDict()
         """The latest dispatch of each request, by its request id."""
+        self.dispatches: OrderedDict[str, RouteDecided] = OrderedDict()
+        """By transfer id."""
         self.closed: OrderedDict[str, str] = OrderedDict()
         self.loads: dict[str, Load] = {}
         self.letters: deque[str] = deque(maxlen=LETTERS_MAX)
@@ -78,6 +80,7 @@ class Ear:
         match message:
             case RouteDecided():
                 _keep(self.routes, message.request_id, message)
+                _keep(self.dispatches, message.transfer_id, message)
             case TransferClosed():
                 _keep(self.closed, message.transfer_id, _end_of(message))
             case LoadReported():

@@ -76,6 +76,7 @@ class Clients:
         try:
             answer = await ask(self._http, self.url(router), body, headers, self.deadline_s)
             verdict = self._verdict(script, turn, answer)
+            answer.detail = answer.detail if verdict != "wrong" else self._difference(script, turn, answer)
         except TimeoutError:
             pass
         finally:
@@ -105,10 +106,19 @@ class Clients:
         begun = answer.said.tokens
         return "error" if begun == expected[: len(begun)] else "wrong"
 
+    def _difference(self, script: Script, turn: int, answer: Answer) -> str:
+        """Where the tokens part. (They are those of a random test model and say nothing of anybody.)"""
+        expected, got = self.known.answers[script.number][turn].tokens, answer.said.tokens
+        same = next((at for at, both in enumerate(zip(expected, got, strict=False)) if both[0] != both[1]), len(got))
+        return (
+            f"{answer.detail} from token {same} of {len(expected)}: {got[same:]} instead of {expected[same:]}".strip()
+        )
+
     def _learn(self, outcome: Outcome, answer: Answer) -> None:
         """What the bus says of the request."""
-        route = self._ear.routes.get(outcome.request_id)
-        outcome.transfer_id = answer.transfer_id or (route.transfer_id if route else "")
+        latest = self._ear.routes.get(outcome.request_id)
+        outcome.transfer_id = answer.transfer_id or (latest.transfer_id if latest else "")
         outcome.closed = self._ear.closed_of(outcome.transfer_id)
+        route = self._ear.dispatches.get(outcome.transfer_id)  # of several dispatches the one that was answered
         if route is not None:
             outcome.prefill_id, outcome.decode_id = route.prefill_id, route.decode_id

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import subprocess
 import time
 
 from kvbus.chaos.score import Crash
@@ -11,6 +12,7 @@ from kvbus.local.fleet import Fleet
 LOOK_EVERY_S = 0.25
 NATS = "nats"
 LOG_LINES = 40
+WAKE_LATE_S = 3.0
 
 
 class Parts:
@@ -19,7 +21,6 @@ class Parts:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.down: set[str] = set()
-        self.stopped: set[str] = set()
         self.crashes: list[Crash] = []
 
     def child(self, name: str) -> Child:
@@ -40,13 +41,14 @@ class Parts:
 
     async def pause(self, name: str, hold_s: float) -> None:
         """SIGSTOP to it and all that it started, and SIGCONT after `hold_s`."""
-        self.stopped.add(name)
+        waker = self._waker(name, hold_s + WAKE_LATE_S)
         self._send(name, signal.SIGSTOP)
         try:
             await asyncio.sleep(hold_s)
         finally:
             self._send(name, signal.SIGCONT)
-            self.stopped.discard(name)
+            waker.kill()
+            waker.wait()
 
     async def watch(self) -> None:
         """Until cancelled."""
@@ -60,6 +62,13 @@ class Parts:
                 self.crashes.append(Crash(NATS, time.monotonic(), -1, ""))
                 await asyncio.to_thread(nats.start)
             await asyncio.sleep(LOOK_EVERY_S)
+
+    def _waker(self, name: str, after_s: float) -> "subprocess.Popen[bytes]":
+        """Somebody who continues it even if we are killed meanwhile: what is stopped hears no other signal."""
+        assert self.fleet.nats is not None
+        pids = [self.fleet.nats.pid] if name == NATS else self.child(name).members()
+        script = f"sleep {after_s}; kill -CONT {' '.join(map(str, pids))}"
+        return subprocess.Popen(["/bin/sh", "-c", script], start_new_session=True)  # noqa: S603  (numbers of our own)
 
     def _send(self, name: str, number: signal.Signals) -> None:
         if name == NATS:

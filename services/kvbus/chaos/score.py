@@ -10,9 +10,9 @@ from kvbus.chaos.plan import Fault
 
 Verdict = Literal["right", "error", "wrong", "hang"]
 
-NATS_WAIT_S = 8.0
-"""A process that starts looks for NATS for 5 s, and then ends with an error that says so: whoever supervises it starts
-it again. Engines go on trying, so none of them may end."""
+START_WAIT_S = 15.0
+"""A process that starts waits for NATS for 5 s, and for the trace to take something in for 10 s; then it ends with an
+error that says so, and whoever supervises it starts it again. Engines go on trying, so none of them may end."""
 GRACE_S = 15.0
 """After a fault whose recovery has not been seen yet: a prefill's end is felt for 12 s by those that wait for it."""
 BROKEN = ("connection_refused", "connection_broken")
@@ -69,10 +69,10 @@ class Crash(msgspec.Struct, frozen=True):
 
 
 def excused(crash: Crash, happened: Iterable[Happened]) -> bool:
-    """Whether it was a process that found no NATS at its start, since NATS had been taken away."""
-    away = [one for one in happened if one.fault.target == "nats" and one.began_s <= crash.at_s]
+    """Whether it was a process that found no NATS, or a full trace, at its start."""
+    away = [one for one in happened if one.fault.target in ("nats", "stream") and one.began_s <= crash.at_s]
     is_engine = crash.name.startswith(("prefill", "decode"))
-    return not is_engine and any(not one.ended_s or crash.at_s <= one.ended_s + NATS_WAIT_S for one in away)
+    return not is_engine and any(not one.ended_s or crash.at_s <= one.ended_s + START_WAIT_S for one in away)
 
 
 def serves(target: str, outcome: Outcome) -> bool:
@@ -140,7 +140,7 @@ class Score(msgspec.Struct, kw_only=True):
     never_recovered: list[str]
     crashed: list[str]
     starts_refused: int
-    """Processes that ended because they were started while NATS was away."""
+    """Processes that ended because they were started while NATS was away or its trace full."""
     blocks_lost: dict[str, int]
     forgeries_heard: int
     dead_letters: int

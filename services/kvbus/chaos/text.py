@@ -67,7 +67,7 @@ def lines_of(result: Result) -> list[str]:
         f"errors: {_listed(counted.errors)}",
         f"transfers: {_listed(counted.closed)}; {counted.reuse_hits} turns reused KV; modes: {_listed(counted.modes)}",
         f"blocks lost: {sum(counted.blocks_lost.values())}; processes that ended by themselves: "
-        f"{len(counted.crashed)}, and {counted.starts_refused} that were started while NATS was away; "
+        f"{len(counted.crashed)}, and {counted.starts_refused} that were started without NATS; "
         f"forgeries let through: {counted.forgeries_heard}; dead letters: {counted.dead_letters}",
         "",
         "seconds until requests through that part are right again, from the fault's end:",

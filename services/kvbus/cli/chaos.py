@@ -13,7 +13,7 @@ from kvbus import process
 from kvbus.errors import CommandFailed, ConfigError
 
 if TYPE_CHECKING:
-    from kvbus.chaos.campaign import Options, Result
+    from kvbus.chaos.campaign import Options
 
 QUICK_FAULTS = 30
 
@@ -39,7 +39,8 @@ def chaos(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Start a fleet, keep 8 requests at a time going, hurt every part of it, and compare every token with a plain
-    engine's. Exit code 1 when a token was wrong, a request hung, a block was lost or a process died of it."""
+    engine's. Ctrl-C ends it early, with its report. Exit code 1 when a token was wrong, a request hung, a block was
+    lost or a process died of it."""
     if engine not in ("vllm", "sim"):
         raise ConfigError(f"--engine must be vllm or sim, not {engine!r}")
     try:
@@ -88,15 +89,7 @@ async def _chaos(options: "Options", report: Path | None, as_json: bool, stoppin
     from kvbus.chaos.text import lines_of, report_of, whole
 
     progress = _Progress()
-    running = asyncio.create_task(campaign(options, progress.say, progress.tick))
-    stop = asyncio.create_task(stopping.wait())
-    await asyncio.wait({running, stop}, return_when=asyncio.FIRST_COMPLETED)
-    stop.cancel()
-    if not running.done():
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        raise CommandFailed("stopped before its end")
-    result: Result = running.result()
+    result = await campaign(options, progress.say, progress.tick, stopping)
     if report is not None:
         await asyncio.to_thread(report.write_bytes, whole(result))
     print(report_of(result).json() if as_json else "\n".join(lines_of(result)))

@@ -85,9 +85,13 @@ class Child:
         self._kill_session()
         await asyncio.to_thread(self._process.wait)
 
+    def members(self) -> list[int]:
+        """Process ids of the child and of all that it started."""
+        return _session(self._process.pid)
+
     def send_all(self, number: signal.Signals) -> None:
         """Send a signal to the child and to all that it started."""
-        for pid in _session(self._process.pid):
+        for pid in self.members():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
