@@ -25,8 +25,7 @@ def choose(asked: RouteAsked) -> RouteAnswered:
     mode = (asked.asked or "early") if prefills else "local"
     prefill_id = "" if mode == "local" else least(prefills)
     decode_id = "" if mode == "deferred" else least(decodes)
-    ids = {"prefill_id": prefill_id, "decode_id": decode_id}
-    return RouteAnswered(ask_id=asked.ask_id, mode=mode, reason="fewest unfinished", **ids)
+    return RouteAnswered(ask_id=asked.ask_id, mode=mode, prefill_id=prefill_id, decode_id=decode_id, reason="idlest")
 
 
 def least(engines: list[EngineView]) -> str:
