@@ -44,6 +44,8 @@ def split_of(story: Story) -> Split | None:
         return None
     chosen_s = decided[0].at_s
     arrival_s = min(chosen_s - decided[1].after_ms / 1e3, *(line.at_s for line, _ in _all(story, ReuseAsked)), chosen_s)
+    if decided[1].after_ms:  # the stamp is late by what it took to send the choice
+        chosen_s = min(chosen_s, arrival_s + decided[1].after_ms / 1e3)
     first_byte_s = arrival_s + served.ttft_ms / 1e3
     stages: dict[str, float] = {}
     before_s = arrival_s
