@@ -45,7 +45,7 @@ def test_without_faults_every_client_is_served_and_every_transfer_completes() ->
     assert total.counts["loaded"] > 500
 
 
-@pytest.mark.parametrize("first", [0, 500, 1000, 1500])
+@pytest.mark.parametrize("first", [0, 500, 1000])
 def test_the_rules_hold_whatever_happens(first: int) -> None:
     total = runs(first, 500)
     assert total.found == {}
@@ -62,7 +62,7 @@ def test_without_faults_conversations_are_served_and_taken_back() -> None:
 
 
 def test_the_rules_hold_for_conversations_whatever_happens() -> None:
-    total = runs(0, 250, world="reuse")
+    total = runs(0, 200, world="reuse")
     assert total.found == {}
     for what in ("turn hit", "given back", "recomputed", "preempted", "client left", "closed failed"):
         assert total.counts[what] > 0, f"no run came to {what}: the world has become too kind"
@@ -70,14 +70,14 @@ def test_the_rules_hold_for_conversations_whatever_happens() -> None:
 
 @pytest.mark.parametrize("kind", sorted(ALL_FAULTS))
 def test_the_rules_hold_under_each_kind_of_fault(kind: str) -> None:
-    assert runs(10_000, 60, frozenset({kind})).found == {}
-    assert runs(10_000, 15, frozenset({kind}), "reuse").found == {}
+    assert runs(10_000, 40, frozenset({kind})).found == {}
+    assert runs(10_000, 10, frozenset({kind}), "reuse").found == {}
 
 
-@pytest.mark.parametrize("kinds", ["legs", "duplicate", "legs,duplicate"])
+@pytest.mark.parametrize("kinds", ["legs", "legs,duplicate"])
 def test_what_comes_twice_fails_no_transfer(kinds: str) -> None:
     """A repeated leg once said of the first one's transfer that it is unavailable: seed 57."""
-    total = runs(0, 120, faults_of(kinds))
+    total = runs(0, 80, faults_of(kinds))
     assert total.found == {}
     assert {what for what in total.counts if what.startswith("closed")} == {"closed completed"}
 
@@ -107,6 +107,7 @@ FOUND = {
     "an_order_after_a_preemption_fired_from_the_blocks_that_were_lost": (1659, "all"),
     "a_paused_rank_fired_a_buffered_order_when_it_went_on": (105, PAUSES),
     "an_order_from_before_a_lapse_of_presence_was_carried_out_after_it": (432_264_388, LAPSES),
+    "what_had_landed_completely_while_it_was_given_up_was_used_and_called_failed": (92, "all"),
     "a_rank_that_met_a_restarted_consumer_never_reported_what_the_old_ones_end_had_settled": (194, "all"),
 }
 
@@ -240,7 +241,7 @@ def test_the_stock_protocol_serves_when_nothing_goes_wrong() -> None:
 
 
 def test_the_stock_protocol_hangs_leaks_dies_and_answers_wrongly_when_something_does() -> None:
-    rules = Counter(violation.rule for seed in range(160) for violation in run_stock_seed(seed).violations)
+    rules = Counter(violation.rule for seed in range(80) for violation in run_stock_seed(seed).violations)
     assert rules["2"] > 0, "clients that wait for ever"
     assert rules["3"] > 0, "blocks that do not come back"
     assert rules["wrong tokens"] > 0
