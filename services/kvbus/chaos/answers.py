@@ -56,6 +56,7 @@ async def _all_turns(http: aiohttp.ClientSession, url: str, model: str, script: 
     for turn in range(len(script.turns)):
         body = {"model": model} | script.body(turn, said)
         body |= {"logprobs": True, "top_logprobs": 2} if script.chat else {"logprobs": 2}
+        body["return_tokens_as_token_ids"] = True  # else two bytes that are no text have one name
         answer = await ask(http, url, body, {}, DEADLINE_S)
         if answer.code:
             raise CommandFailed(f"the plain engine answered {answer.status} {answer.code}: {answer.detail}")

@@ -169,17 +169,12 @@ class Link:
     async def _main(self) -> None:
         assert self._handlers is not None
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
-        bus = await self._connect()
+        bus = await self._join()
         if bus is None:
             return
+        self.bus = bus
         tasks = [asyncio.create_task(self._forever(self._pump))]
         try:
-            await bus.subscribe(subjects.addressed_to(self.engine_id), self._hear)
-            if self.own_matcher is not None:
-                await self.own_matcher.attach(bus)
-            bus.on_connected.append(self._reconnected)
-            await (await bus.bucket(subjects.ENGINES_BUCKET)).watch(self._card_changed)
-            self.bus = bus
             tasks.append(asyncio.create_task(self._forever(self._keep_time)))
             if self._handlers.card is not None:
                 tasks.append(asyncio.create_task(self._forever(self._keep_card)))
@@ -192,6 +187,23 @@ class Link:
             for task in tasks:
                 task.cancel()
             await bus.close()
+
+    async def _join(self) -> Bus | None:
+        """On the bus, and hearing everything. NATS may stop serving at any point of it: then all of it anew."""
+        while (bus := await self._connect()) is not None:
+            try:
+                await bus.subscribe(subjects.addressed_to(self.engine_id), self._hear)
+                if self.own_matcher is not None:
+                    await self.own_matcher.attach(bus)
+                bus.on_connected.append(self._reconnected)
+                await (await bus.bucket(subjects.ENGINES_BUCKET)).watch(self._card_changed)
+            except BusError as error:
+                log.warning("bus_not_joined", error=str(error), again_s=CONNECT_AGAIN_S)
+                await bus.close()
+                await asyncio.sleep(CONNECT_AGAIN_S)
+            else:
+                return bus
+        return None
 
     async def _connect(self) -> Bus | None:
         said = False
