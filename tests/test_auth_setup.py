@@ -61,9 +61,9 @@ def test_nobody_but_the_operator_may_change_streams_or_use_all_of_an_api(party: 
             )
 
 
-def test_who_can_store_what_he_likes_cannot_read_the_trace_back() -> None:
+def test_engines_and_guests_cannot_read_the_trace_back() -> None:
     reads = {p.role for p in PARTIES if "$JS.API.DIRECT.GET.KVBUS" in permissions_of(p).publish}
-    assert reads == {"matcher", "reuse", "observer"}
+    assert reads == {"matcher", "reuse", "router", "observer"}
 
 
 def test_nats_server_takes_the_configuration(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ speaks only in its own name, only the kinds of message that its role has to say,
 only what is for it. Two things go beyond subjects, because JetStream answers to whatever reply subject it is given:
 
 - Only the operator may make or change streams: a stream can republish what it stores under any subject.
-- What JetStream copies carries its headers, and messages of the bus carry none: receivers refuse such a copy
-  (`kvbus.bus.inbound`). Engines and routers, which can store what they like, cannot read back from the trace.
+- What JetStream copies carries its headers, and messages of the bus carry none: receivers refuse such a copy, live, in
+  the past and in a bucket (`kvbus.bus.client`). Engines and guests cannot have anything of the trace copied.
 
-Whoever may read the trace (matcher, reuse, observer) sees all of it: ids, block numbers, keyed hashes and digests.
+Whoever may read the trace (matcher, reuse, router, observer) sees all of it: ids, block numbers, keyed hashes, digests.
 """
 
 from collections.abc import Iterable
@@ -89,7 +89,7 @@ _MATCHERS_HEAR = (
     *(subjects.of_kind(kind, to=MATCHER) for kind in (BlocksRegistered, BlocksReady)),
     *(subjects.of_kind(kind) for kind in (BlocksUnavailable, TransferClosed, CancelOrdered)),
 )
-_LISTS_ALL = ("matcher", "reuse", "observer")
+_LISTS_ALL = ("matcher", "reuse", "router", "observer")
 _BUCKETS: dict[Role, tuple[str, ...]] = {
     "matcher": (subjects.LEASES_BUCKET,),
     "reuse": (subjects.LEASES_BUCKET, subjects.CONVERSATIONS_BUCKET),
