@@ -226,6 +226,10 @@ class Fleet:
                         other.check()
                     _check_time(deadline_s, READY_MAX_S, [child.name], self.log_dir)
                     await asyncio.sleep(LOOK_EVERY_S)
+            while self.console_url and not await _healthy(http, self.console_url):
+                self.observers[-1].check()
+                _check_time(deadline_s, READY_MAX_S, ["console"], self.log_dir)
+                await asyncio.sleep(LOOK_EVERY_S)
         self.say(f"ready: {self.base_url}")
 
     def _prepare_model(self) -> None:
