@@ -69,7 +69,7 @@ class Engine(msgspec.Struct, kw_only=True):
             role=self.role,
             running=load.running,
             waiting=load.waiting + self.sent_since_load,
-            free_blocks=load.free_blocks,
+            free_blocks=min(load.free_blocks + load.held_blocks, load.total_blocks),  # what is held yields
             total_blocks=load.total_blocks,
             load_age_ms=(now_s - self.load_at_s) * 1000.0,
             hit_tokens=hit_tokens,
@@ -158,6 +158,7 @@ class Fleet:
         engine = self.engines.get(engine_id)
         if engine is not None and engine.in_flight:
             engine.in_flight -= 1
+            engine.sent_since_load = max(0, engine.sent_since_load - 1)
             engine.work_tokens = max(0, engine.work_tokens - work_tokens)
 
     def failed(self, engine_id: str, now_s: float) -> None:
