@@ -47,6 +47,7 @@ def application(settings: ConsoleSettings, core: ConsoleCore, feed: Feed, hub: H
         ("/api/conversation", console.conversation),
         ("/api/find", console.find),
         ("/healthz", console.health),
+        ("/health", console.health),
         ("/metrics", console.metrics),
     ]
     app.add_routes([web.get(path, handler, allow_head=False) for path, handler in get])

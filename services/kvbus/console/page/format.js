@@ -2,7 +2,7 @@
 
 export function ms(value) {
   if (value === null || value === undefined || value === 0) return "–";
-  if (value >= 10000) return `${(value / 1000).toFixed(1)} s`;
+  if (value >= 1000) return `${(value / 1000).toFixed(value >= 10000 ? 1 : 2)} s`;
   if (value >= 100) return `${Math.round(value)} ms`;
   return value >= 10 ? `${value.toFixed(1)} ms` : `${value.toFixed(2)} ms`;
 }

@@ -6,6 +6,7 @@ import { now } from "/now.js";
 
 const STEPS = { asked: 1, routed: 2, prefill: 3, writing: 4, landing: 4, decode: 5 };
 const LINGER_MS = 900;
+const EMPTY_MS = 1200;
 const LINGER_ROWS = 140; // with more than these, what is over goes at once
 export const OUTCOMES = { completed: "good", failed: "bad", expired: "bad", cancelled: "warn", retried: "warn", open: "" };
 
@@ -26,13 +27,13 @@ function route() {
   };
 }
 
-// A transfer keeps its place while it runs. When it is over its place stays, pale, for a moment, then empty, until the
-// next one takes it or nothing follows it: nothing jumps.
+// A transfer keeps its place while it runs. When it is over its place stays, pale, then empty for a moment, in which the
+// next one may take it: under load nothing jumps.
 class Running {
   constructor(body) {
     this.body = body;
     this.known = new Map();
-    this.empty = new Set();
+    this.empty = new Map();
   }
 
   show(rows) {
@@ -53,37 +54,32 @@ class Running {
       known.row = row;
       known.update(row);
     }
-    this.trim();
   }
 
-  /** Empty the places of what has been over for a while. */
+  /** Empty the places of what has been over for a while, and close those that nobody has taken. */
   clear() {
+    const at = performance.now();
     const lingering = this.known.size > LINGER_ROWS ? 0 : LINGER_MS;
     for (const [id, known] of this.known) {
-      if (!known.over || performance.now() - known.over < lingering) continue;
-      const place = h("tr", { "aria-hidden": "true" }, h("td", { colspan: 5 }));
+      if (!known.over || at - known.over < lingering) continue;
+      const place = h("tr", { class: "gap", "aria-hidden": "true" }, h("td"));
       known.el.replaceWith(place);
-      this.empty.add(place);
+      this.empty.set(place, at);
       this.known.delete(id);
     }
-    this.trim();
+    for (const [place, since] of this.empty) {
+      if (place.nextElementSibling && at - since < EMPTY_MS) continue;
+      place.remove();
+      this.empty.delete(place);
+    }
   }
 
   place(element) {
-    const [free] = this.empty;
-    if (!free) {
-      this.body.append(element);
-      return;
-    }
-    this.empty.delete(free);
-    free.replaceWith(element);
-  }
-
-  trim() {
-    while (this.empty.has(this.body.lastElementChild)) {
-      this.empty.delete(this.body.lastElementChild);
-      this.body.lastElementChild.remove();
-    }
+    const free = this.empty.size ? this.body.querySelector("tr.gap") : null;
+    if (free) {
+      this.empty.delete(free);
+      free.replaceWith(element);
+    } else this.body.append(element);
   }
 
   make(row) {
