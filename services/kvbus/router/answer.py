@@ -6,12 +6,20 @@ from typing import Literal
 import msgspec
 
 from kvbus.router.core import Dispatch
-from kvbus.router.http import Exchange, Reply, Request
+from kvbus.router.http import Exchange, LegError, Reply, Request
 from kvbus.router.identity import Identity, answer_headers
 from kvbus.router.problems import RouterProblem, error_event
 
 BAD_REQUEST = 400
 HEAD = b"HEAD"
+ABORTED = b'"finish_reason":"abort"'
+GIVEN_UP = "gave the request up, as an engine does that is being stopped"
+
+
+def given_up(part: bytes) -> bool:
+    """Whether vLLM says here that it has aborted the request, as it does when it is stopped, with status 200: what
+    there is of the answer is no answer. (Inside a text the quotes would have backslashes.)"""
+    return ABORTED in part
 
 
 class Result(msgspec.Struct):
@@ -57,6 +65,8 @@ class Answer:
         self._begin(exchange)
         await self._reply.start(exchange.status, self._headers(dispatch, exchange), _length(exchange))
         while part := await exchange.more():
+            if given_up(part):
+                raise LegError("lost", GIVEN_UP)
             await self._reply.write(part)
         await self._reply.end()
         self._done(exchange.status)

@@ -6,7 +6,7 @@ import time
 import msgspec
 
 from kvbus.router import bodies
-from kvbus.router.answer import Answer
+from kvbus.router.answer import GIVEN_UP, Answer, given_up
 from kvbus.router.bodies import Asked
 from kvbus.router.cache_prompt import NOTHING_READ
 from kvbus.router.chooser import Situation
@@ -276,7 +276,9 @@ class Serving:
         except LegError as error:
             self._legs.engine_failed(dispatch, "decode")
             return dispatch.failed("decode", str(error))
-        if first.startswith(ERROR_FIRST) and dispatch.attempt < self._facts.attempts_max:
+        if given_up(first):
+            verdict = dispatch.failed("decode", GIVEN_UP)
+        elif first.startswith(ERROR_FIRST) and dispatch.attempt < self._facts.attempts_max:
             verdict = dispatch.failed("decode", first[:DETAIL_CHARS_MAX].decode(errors="replace"))
         else:
             refused = _ticket_refused(exchange.status, first)
