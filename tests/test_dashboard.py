@@ -39,7 +39,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Samples]:
 
 async def asked(work_dir: Path) -> dict[str, Samples]:
     """Prefill has so few blocks that its own cache forgets what decode has kept."""
-    options = FleetOptions(engine="sim", work_dir=work_dir, metrics=True, prefill_arguments=["--blocks", "60"])
+    options = FleetOptions(
+        engine="sim", work_dir=work_dir, metrics=True, console=True, prefill_arguments=["--blocks", "60"]
+    )
     async with start_fleet(options) as fleet, aiohttp.ClientSession() as http:
         for turn in range(3):
             for number in range(3):
@@ -88,7 +90,8 @@ def test_every_process_serves_its_section(pages: dict[str, Samples]) -> None:
     sections = {title.strip("`").removeprefix("kvbus "): metrics for title, metrics in SECTIONS}
     of = {"Engines": "prefill-0", "router": "router-0", "matcher": "matcher-0", "reuse": "reuse-0"}
     for title, metrics in sections.items():
-        for page in pages.values() if title == "Every process" else [pages[of.get(title, title)]]:
+        everybody = [page for name, page in pages.items() if name != "console"]
+        for page in everybody if title.startswith("Every") else [pages[of.get(title, title)]]:
             missing = {m.exposed for m in metrics if m.kind != "histogram"} - page.keys()
             missing |= {m.name for m in metrics if m.kind == "histogram" and f"{m.name}_bucket" not in page}
             assert not missing, (title, missing)
@@ -171,7 +174,7 @@ def test_prometheus_asks_every_process_on_the_port_where_it_answers() -> None:
         asked |= dict.fromkeys(found["names"], found["port"])
     ours = {name for name, service in services.items() if service.get("image") in ("kvbus-router", "kvbus-engine")}
     engines = {"prefill", "decode", "light-prefill", "light-decode"}
-    assert set(asked) == ours | {"router", "matcher", "reuse", "observer"} | engines
+    assert set(asked) == ours | {"router", "matcher", "reuse", "observer", "console"} | engines
     for name, port in asked.items():
         service = services[name]
         listens = [str(entry).rsplit(":", 1)[1] for entry in service.get("ports", [])] + service.get("expose", [])

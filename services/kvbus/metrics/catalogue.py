@@ -54,7 +54,7 @@ BUS = (
     _counter("kvbus_bus_denied", "What NATS has refused for want of permission."),
     _gauge("kvbus_bus_connected", "1 while NATS is reachable."),
 )
-"""Of every process; an engine's are those of its scheduler and its ranks together."""
+"""Of every process but the console, which counts under its own name. An engine's are its scheduler's and its ranks'."""
 
 ROUTER = (
     _counter("kvbus_router_requests", "Requests answered.", "mode", "status"),
@@ -159,13 +159,27 @@ OBSERVER = (
     _gauge("kvbus_observer_trace_age_seconds", "Age of the oldest message in the trace."),
 )
 
+CONSOLE = (
+    _counter("kvbus_console_messages", "Messages heard."),
+    _counter("kvbus_console_undecodable", "Messages that were none of the bus's."),
+    _counter("kvbus_console_gaps", "Messages that a sender counted and the console never heard."),
+    _counter("kvbus_console_dropped", "Messages that came faster than they could be taken."),
+    _counter("kvbus_console_dead_letters", "Dead letters that others reported."),
+    _counter("kvbus_console_reconnects", "Times that NATS came back."),
+    _gauge("kvbus_console_bus_connected", "1 while NATS is reachable."),
+    _gauge("kvbus_console_bus_round_trip_seconds", "To NATS and back."),
+    _gauge("kvbus_console_browsers", "Pages that are open."),
+    _gauge("kvbus_console_requests", "Requests that are kept to look at."),
+)
+
 SECTIONS: tuple[tuple[str, tuple[Metric, ...]], ...] = (
-    ("Every process", BUS),
+    ("Every process but the console", BUS),
     ("`kvbus router`", ROUTER),
     ("`kvbus matcher`", MATCHER),
     ("`kvbus reuse`", REUSE),
     ("Engines", ENGINE),
     ("`kvbus observer`", OBSERVER),
+    ("`kvbus console`", CONSOLE),
 )
 BY_NAME = {metric.name: metric for _, metrics in SECTIONS for metric in metrics}
 
