@@ -33,9 +33,9 @@ def test_an_index_that_says_exact_is_what_the_engine_holds_whatever_was_lost_or_
         if index.state("p0") == "exact":
             assert index.held("p0") == truth[index.seq("p0")]
     last = len(changes)
-    for news in (cleared(last + 1, restates=True, block_count=len(held)), stored(last + 2, *sorted(held))):
-        index.receive(news)
-        index.receive(news)
+    for again in (cleared(last + 1, restates=True, block_count=len(held)), stored(last + 2, *sorted(held))):
+        index.receive(again)
+        index.receive(again)
     if held:
         assert index.state("p0") == "exact"
         assert index.held("p0") == held
