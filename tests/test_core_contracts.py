@@ -53,6 +53,9 @@ SHOWN = "only shows what was said, in the order of the trace"
 PLANNED = "a seed in, a plan or a report out"
 NO_STATE = {
     "kvbus.trace.phrases": "one message in, one phrase out",
+    "kvbus.trace.split": "a story in, its stages out",
+    "kvbus.trace.perfetto": "stories in, a document out",
+    "kvbus.metrics.catalogue": "a list",
     "kvbus.router.policies": "one question in, one choice out; round robin counts its own questions",
     "kvbus.router.basis": "a record of why",
     "kvbus.engine.chain": "tokens in, digests out",
