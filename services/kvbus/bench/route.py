@@ -3,15 +3,19 @@
 Real routers, a real nats-server, engines that answer at once, and the examples of `schemas/examples` as they are, each
 in a process of its own. The arms take turns within each round. `choice_ms` is what the router itself measured from the
 question to the decision (RouteDecided), `latency_ms` what the client saw; `added_` is an arm's median, or 99th
-percentile, less that of the policy in the same round. What a policy costs by itself is `kvbus bench policies`.
+percentile, less that of the policy in the same round. `asked directly` is the example's answer to a bare question,
+without a router: the bus and the guest alone. What a policy costs by itself is `kvbus bench policies`.
 """
 
+import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -26,14 +30,16 @@ from kvbus.bus import Bus, BusSettings
 from kvbus.errors import CommandFailed
 from kvbus.process import new_incarnation
 from kvbus.router.settings import RouterSettings
-from kvbus_schemas import AnyMessage, RouteDecided, subjects
+from kvbus_schemas import AnyMessage, EngineView, RouteAnswered, RouteAsked, RouteDecided, subjects
 
 POLICY = "policy in the router"
+DIRECT = "guest in Python, asked directly"
 PYTHON_GUEST, JAVASCRIPT_GUEST = "bench-python", "bench-javascript"
 NPM_PACKAGES = ("@nats-io/transport-node@3", "@msgpack/msgpack@3")
 NPM_TIMEOUT_S = 120.0
 DEADLINE_MS = 1000.0
 """Of the guests here, so that a slow answer is measured and not replaced."""
+DIRECT_TIMEOUT_S = 10.0
 USUAL_DEADLINE_MS = RouterSettings().guest_deadline_ms
 ADDED_MAX_MS = 1.0
 """What a guest may add at the median (issue 5, sentence 6)."""
@@ -133,10 +139,12 @@ async def measure(world: World, arms: dict[str, Running], plan: Plan) -> report.
     """All arms and concurrencies in turn, `rounds` times."""
     samples: Samples = {name: {} for name in arms}
     choices = Choices()
+    direct: list[list[float]] = []
     bus = await Bus.connect(BusSettings(nats=world.nats.url), name="bench", incarnation=new_incarnation())
     try:
         await bus.subscribe(subjects.of_kind(RouteDecided), choices.hear)
         for _ in range(plan.rounds):
+            direct.append(await _asked_directly(bus, plan.requests))
             for concurrency in CONCURRENCIES:
                 for name, arm in arms.items():
                     latencies_ms = await _latencies_ms(arm.url, concurrency, plan.requests)
@@ -145,9 +153,29 @@ async def measure(world: World, arms: dict[str, Running], plan: Plan) -> report.
     finally:
         await bus.close()
     found = [report.Arm(_label(name), _metrics(samples, name)) for name in arms]
+    found.append(report.Arm(DIRECT, {"choice_ms_c1": report.metric(direct)}))
     missing = [report.Arm(name, {}, note) for name, note in world.notes.items()]
     conditions = msgspec.to_builtins(plan) | {"cpus": os.cpu_count(), "load": os.getloadavg()[0]}
     return report.Report(bench="route", arms=found + missing, conditions=conditions)
+
+
+async def _asked_directly(bus: Bus, requests: int) -> list[float]:
+    """One question after the other, straight to the example; milliseconds from question to answer."""
+    answered = asyncio.Event()
+    views = [EngineView(engine_id="p", role="prefill"), EngineView(engine_id="d", role="decode")]
+    subscription = await bus.subscribe(subjects.of_kind(RouteAnswered, to=bus.name), lambda _answer: answered.set())
+    taken = []
+    for number in range(requests):
+        asked = RouteAsked(
+            ask_id=f"{number}", request_id="r", model="m", prompt_bytes=1, engines=views, deadline_ms=DEADLINE_MS
+        )
+        answered.clear()
+        started_s = time.perf_counter()
+        await bus.publish(asked, PYTHON_GUEST)
+        await asyncio.wait_for(answered.wait(), DIRECT_TIMEOUT_S)
+        taken.append((time.perf_counter() - started_s) * 1e3)
+    await subscription.stop()
+    return taken
 
 
 async def _latencies_ms(url: str, concurrency: int, requests: int) -> list[float]:
@@ -190,6 +218,7 @@ def run(*, quick: bool = False) -> report.Report:
     """The whole benchmark. Raises CommandFailed when not even the engines start."""
     import uvloop
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing that was started is left running
     with contextlib.ExitStack() as stack:
         world = World(stack)
         return uvloop.run(measure(world, arms_of(world, stack), QUICK if quick else FULL))
