@@ -21,17 +21,16 @@ from kvbus.engine.pushes import Moves, Push
 from kvbus.engine.rank import RankSide
 from kvbus.engine.writing import WritingCore
 from kvbus.errors import CommandFailed, ConfigError
-from kvbus.sim.hunt import Hunt, World, faults_of, hunt
+from kvbus.sim.hunt import Hunt, faults_of, hunt
 from kvbus.sim.run import ALL_FAULTS, run_seed
 from kvbus.sim.stock_run import run_stock_seed
-from kvbus.sim.talk_run import run_talk_seed
 from kvbus_schemas import EngineCard, Outcome
 
 NONE: frozenset[str] = frozenset()
 
 
-def runs(first: int, count: int, faults: frozenset[str] = ALL_FAULTS, world: World = "push") -> Hunt:
-    *_, total = hunt("kvbus", faults, first=first, runs=count, seconds=0, jobs=1, world=world)
+def runs(first: int, count: int, faults: frozenset[str] = ALL_FAULTS) -> Hunt:
+    *_, total = hunt("kvbus", faults, first=first, runs=count, seconds=0, jobs=1, world="push")
     assert total.runs == count
     return total
 
@@ -53,25 +52,9 @@ def test_the_rules_hold_whatever_happens(first: int) -> None:
         assert total.counts[what] > 0, f"no run came to {what}: the world has become too kind"
 
 
-def test_without_faults_conversations_are_served_and_taken_back() -> None:
-    total = runs(0, 60, NONE, "reuse")
-    assert total.found == {}
-    assert {what for what in total.counts if what.startswith("client")} == {"client served"}
-    assert total.counts["turn hit"] > 50
-    assert total.counts["given back"] > 50
-
-
-def test_the_rules_hold_for_conversations_whatever_happens() -> None:
-    total = runs(0, 200, world="reuse")
-    assert total.found == {}
-    for what in ("turn hit", "given back", "recomputed", "preempted", "client left", "closed failed"):
-        assert total.counts[what] > 0, f"no run came to {what}: the world has become too kind"
-
-
 @pytest.mark.parametrize("kind", sorted(ALL_FAULTS))
 def test_the_rules_hold_under_each_kind_of_fault(kind: str) -> None:
     assert runs(10_000, 40, frozenset({kind})).found == {}
-    assert runs(10_000, 10, frozenset({kind}), "reuse").found == {}
 
 
 @pytest.mark.parametrize("kinds", ["legs", "legs,duplicate"])
@@ -116,21 +99,6 @@ FOUND = {
 def test_what_was_found_stays_fixed(name: str) -> None:
     seed, faults = FOUND[name]
     assert run_seed(seed, faults_of(faults)).violations == []
-
-
-FOUND_WITH_REUSE = {
-    "an_idle_holder_did_not_read_an_order_and_prefill_waited_in_vain": (45, "memory,delay,duplicate"),
-    "a_holder_that_had_served_a_transfer_answered_the_repeated_order_with_unavailable": (5, "duplicate"),
-    "a_holder_whose_consumer_died_without_a_word_never_gave_its_blocks_back": (50_051, "crash,loss"),
-    "a_claimed_offer_was_stored_again_out_of_the_stream_after_its_bucket_in_memory_was_lost": (260, "nats,reuse"),
-    "a_claimed_offer_was_granted_again_from_memory_after_its_bucket_was_lost": (422, "all"),
-}
-
-
-@pytest.mark.parametrize("name", FOUND_WITH_REUSE)
-def test_what_was_found_with_reuse_stays_fixed(name: str) -> None:
-    seed, faults = FOUND_WITH_REUSE[name]
-    assert run_talk_seed(seed, faults_of(faults)).violations == []
 
 
 # Rules taken out of the cores: the simulator has to miss each.
