@@ -4,8 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.test_router_cache import cleared, index_of, removed, stored
+from tests.test_router_guests_core import answer, asking
 
 from kvbus.reuse.announced import Announced
+from kvbus.router.asking import Heard
 from kvbus.router.breaker import BREAKER_FAILURES, BREAKER_REST_S, Breaker
 from kvbus.router.due import Due
 from kvbus_schemas import ReuseOffered
@@ -113,3 +115,31 @@ def test_an_offer_is_expected_after_a_turns_end_and_no_more_once_it_is_taken(eve
         else:
             due.taken("c")
     assert due.expects("c", 0.001) == (bool(events) and events[-1] == "ended")
+
+
+ANSWERS = st.lists(st.sampled_from(["right", "wrong", "stranger", "garbage", "expired", "withdrawn"]), max_size=12)
+
+
+@given(ANSWERS)
+@LISTS
+def test_a_question_to_a_guest_is_settled_at_most_once_whatever_comes_and_however_often(events: list[str]) -> None:
+    asks = asking("q")
+    settled = []
+    for event in events:
+        heard: Heard | None = None
+        match event:
+            case "garbage":
+                heard = asks.undecodable("q", "g", 0.01)
+            case "expired":
+                heard = asks.expired("q", 50.0, 0.05)
+            case "withdrawn":
+                asks.withdraw("q")
+            case "stranger":
+                heard = asks.answered(answer(source="somebody"), 0.01)
+            case _:
+                heard = asks.answered(answer(decode_id="d9") if event == "wrong" else answer(), 0.01)
+        if heard is not None and heard.settles:
+            settled.append((event, heard.choice is not None))
+    ends = [event for event in events if event != "stranger"]
+    expected = [] if not ends or ends[0] == "withdrawn" else [(ends[0], ends[0] == "right")]
+    assert settled == expected

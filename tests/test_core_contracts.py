@@ -42,6 +42,9 @@ PROPERTIES = {
     "kvbus.engine.cache_events": INDEX,
     "kvbus.router.cache_index": INDEX,
     "kvbus.router.breaker": "test_any_order_routing.py::BreakerInAnyOrder",
+    "kvbus.router.asking": (
+        "test_any_order_routing.py::test_a_question_to_a_guest_is_settled_at_most_once_whatever_comes_and_however_often"
+    ),
     "kvbus.router.due": (
         "test_any_order_routing.py::test_an_offer_is_expected_after_a_turns_end_and_no_more_once_it_is_taken"
     ),
@@ -65,7 +68,6 @@ NO_STATE = {
     "kvbus.router.policies_weighed": "as policies",
     "kvbus.router.offered": "a record of what a guest may choose from",
     "kvbus.router.answers": "one answer in, one choice out",
-    "kvbus.router.asking": "one request in, one question out",
     "kvbus.router.canary": "a share and an id in, a verdict out",
     "kvbus.router.cache_prompt": "bytes in, digests out",
     "kvbus.router.cache_heads": "best effort: guesses how long a beginning is, decides nothing about blocks",
