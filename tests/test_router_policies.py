@@ -1,10 +1,19 @@
 """Policies: who is chosen, with which scores, and how a policy is found."""
 
+from collections import Counter
+from importlib.metadata import entry_points
+from typing import Any
+
 import pytest
+from msgspec.structs import replace
 
 from kvbus.errors import ConfigError
-from kvbus.router.policies import LeastLoaded, Policy, RoundRobin, RouteQuestion, load
-from kvbus_schemas import EngineView, Mode
+from kvbus.router.fleet import Engine, Fleet
+from kvbus.router.policies import GROUP, NAMED_MAX, LeastLoaded, Policy, RoundRobin, RouteQuestion, load
+from kvbus.router.policies_spread import PowerOfTwo, Random, SessionAffinity
+from kvbus.router.policies_weighed import PrefixAware, Weighed
+from kvbus.router.settings import RouterSettings
+from kvbus_schemas import EngineView, LoadReported, Mode
 
 
 def views(role: str, *loads: tuple[int, int]) -> list[EngineView]:
@@ -80,3 +89,156 @@ def test_a_policy_is_found_by_entry_point_or_by_module_and_class() -> None:
 def test_an_unknown_policy_stops_the_start(name: str) -> None:
     with pytest.raises(ConfigError):
         load(name)
+
+
+def test_every_policy_is_an_entry_point_and_answers() -> None:
+    names = {point.name for point in entry_points(group=GROUP)}
+    built_in = {"round_robin", "random", "least_loaded", "power_of_two", "session_affinity", "prefix_aware", "weighed"}
+    assert names >= built_in
+    assert RouterSettings().policy == "weighed"
+    for name in built_in:
+        policy = load(name)
+        assert policy.name == name
+        choice = policy.choose(question(views("prefill", (0, 0)), views("decode", (0, 0))))
+        assert (choice.prefill_id, choice.decode_id, choice.mode) == ("p0", "d0", "early")
+        assert policy.choose(question([], views("decode", (0, 0)))).mode == "local"
+
+
+def test_of_many_engines_the_best_are_named() -> None:
+    asked = question([], views("decode", *[(number, 0) for number in range(40, 0, -1)]))
+    for policy in (RoundRobin(), LeastLoaded(), Weighed(), PrefixAware(), SessionAffinity(), Random()):
+        choice = policy.choose(asked)
+        assert len(choice.candidates) == NAMED_MAX
+        assert max(choice.candidates, key=lambda candidate: candidate.score).engine_id == choice.decode_id
+
+
+def request(number: int, engines: list[EngineView], **fields: Any) -> RouteQuestion:
+    return replace(question([], engines), request_id=f"r{number}", **fields)
+
+
+def test_random_is_even_and_the_same_for_the_same_request() -> None:
+    engines = views("decode", *[(0, 0)] * 5)
+    counts = Counter(Random().choose(request(number, engines)).decode_id for number in range(2000))
+    assert len(counts) == 5
+    assert max(counts.values()) < 2 * min(counts.values())
+    once = [Random().choose(request(number, engines)).decode_id for number in range(50)]
+    assert once == [Random().choose(request(number, engines)).decode_id for number in range(50)]
+
+
+def test_of_two_by_chance_the_less_loaded_is_taken() -> None:
+    engines = views("decode", *[(load, 0) for load in range(10)])
+    counts = Counter(PowerOfTwo().choose(request(number, engines)).decode_id for number in range(1000))
+    assert counts["d0"] > counts["d5"] > 0
+    assert counts["d9"] == 0  # the most loaded never wins
+    assert PowerOfTwo().choose(request(1, engines[:1])).decode_id == "d0"
+
+
+def test_a_conversation_stays_and_only_those_of_a_lost_engine_move() -> None:
+    engines = views("decode", *[(0, 0)] * 10)
+    policy = SessionAffinity()
+
+    def places(there: list[EngineView]) -> list[str]:
+        return [policy.choose(request(n, there, conversation=f"c{n}")).decode_id for n in range(500)]
+
+    before, after = places(engines), places(engines[:9])
+    moved = [old for old, new in zip(before, after, strict=True) if old != new]
+    assert set(moved) == {"d9"}
+    assert before == places(list(reversed(engines)))
+    assert max(Counter(before).values()) < 3 * min(Counter(before).values())
+
+
+def test_without_a_conversation_prompts_that_begin_alike_stay_together() -> None:
+    engines = views("decode", *[(0, 0)] * 10)
+    policy = SessionAffinity()
+    together = {policy.choose(request(number, engines, head="same")).decode_id for number in range(20)}
+    apart = {policy.choose(request(number, engines, head=f"h{number}")).decode_id for number in range(20)}
+    assert len(together) == 1
+    assert len(apart) > 3
+
+
+def holding(engine: EngineView, hit: int, **fields: Any) -> EngineView:
+    return replace(engine, hit_tokens=hit, cache="exact", **fields)
+
+
+def test_prefix_aware_takes_the_longest_prefix_whatever_the_load() -> None:
+    p0, p1, p2 = views("prefill", (50, 50), (0, 0), (1, 0))
+    asked = question([holding(p0, 64), p1, p2], views("decode", (0, 0)))
+    assert PrefixAware().choose(asked).prefill_id == "p0"
+    assert {PrefixAware().choose(question([p2, p1], views("decode", (0, 0)))).prefill_id for _ in range(3)} == {"p1"}
+
+
+def test_weighed_follows_a_prefix_until_the_queue_there_is_far_longer() -> None:
+    p0, p1 = views("prefill", (0, 0), (0, 0))
+    decodes = views("decode", (0, 0))
+
+    def chosen_with(queued: int, hit: int, **fields: Any) -> str:
+        busy = replace(p0, running=1, queued_tokens=queued)
+        asked = replace(question([holding(busy, hit, **fields), p1], decodes), prompt_tokens=hit + 500)
+        return Weighed().choose(asked).prefill_id
+
+    assert chosen_with(queued=20_000, hit=8000) == "p0"
+    assert chosen_with(queued=20_000, hit=100) == "p1"
+    assert chosen_with(queued=8000 * 40, hit=8000) == "p1"
+    degraded = replace(p0, hit_tokens=1000, cache="degraded", queued_tokens=20_000, running=1)
+    assert Weighed().choose(question([degraded, p1], decodes)).prefill_id == "p1"
+
+
+def test_weighed_says_what_it_weighed() -> None:
+    p0, p1 = views("prefill", (1, 0), (0, 0))
+    asked = replace(question([holding(p0, 4000, queued_tokens=300), p1], views("decode", (2, 1))), prompt_tokens=5000)
+    choice = Weighed().choose(asked)
+    for candidate in choice.candidates:
+        assert candidate.score == pytest.approx(sum(candidate.terms.values()))
+    assert "4000 of about 5000 tokens are there, exact" in choice.reason
+    part = replace(asked, prefills=[replace(p0, hit_tokens=64, cache="degraded"), p1])
+    assert "1 caches known in part" in Weighed().choose(part).reason
+
+
+BUSY = {"total_blocks": 100, "free_blocks": 5}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "decode", "queued", "fields", "mode"),
+    [
+        (40, {}, 0, {}, "local"),
+        (4000, {}, 0, {}, "early"),
+        (0, {}, 0, {}, "early"),  # nothing is known of its length
+        (40, BUSY, 0, {}, "early"),  # no room for more at decode
+        (40, {"waiting": 9}, 0, {}, "early"),
+        (4000, BUSY, 50_000, {}, "deferred"),
+        (4000, BUSY, 100, {}, "early"),  # prefill begins at once: nothing is held in vain
+        (4000, {}, 50_000, {}, "early"),
+        (40, {}, 0, {"asked": "early"}, "early"),
+        (4000, BUSY, 50_000, {"asked": "early"}, "early"),
+        (40, {}, 0, {"asked": "pull", "free": True}, "local"),
+        (4000, {}, 0, {"asked": "pull", "free": True}, "pull"),
+        (40, {}, 0, {"asked": "pull"}, "pull"),
+    ],
+)
+def test_the_mode_follows_length_and_pressure_and_the_client_before_both(
+    tokens: int, decode: dict[str, int], queued: int, fields: dict[str, Any], mode: str
+) -> None:
+    (prefill,), (free,) = views("prefill", (0, 0)), views("decode", (0, 0))
+    made = question([replace(prefill, queued_tokens=queued)], [replace(free, **decode)])
+    choice = Weighed().choose(replace(made, prompt_tokens=tokens, **fields))
+    assert choice.mode == mode
+    assert (choice.prefill_id == "") == (mode == "local")
+    assert (choice.decode_id == "") == (mode == "deferred")
+
+
+def test_weighed_answers_the_second_question_of_deferred() -> None:
+    asked = replace(question([], views("decode", (5, 0), (1, 0))), part="decode", asked="deferred")
+    choice = Weighed().choose(asked)
+    assert (choice.mode, choice.prefill_id, choice.decode_id) == ("deferred", "", "d1")
+
+
+def test_two_routers_count_each_others_requests_as_work() -> None:
+    """What an engine reports beyond this router's own requests stands for work of others, and stays bounded below."""
+    engine = Engine(engine_id="p0", role="prefill", http_url="")
+    fleet = Fleet()
+    fleet.engines["p0"] = engine
+    fleet.sent("p0", 5000)
+    fleet.load_seen(LoadReported(engine_id="p0", running=1, waiting=2, free_blocks=1, total_blocks=2), 0.0)
+    assert engine.view(0.0).queued_tokens == 5000 + int(2 * engine.mean_work)
+    fleet.finished("p0", 5000)
+    assert engine.view(0.0).queued_tokens == int(2 * engine.mean_work)

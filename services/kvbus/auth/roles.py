@@ -171,7 +171,8 @@ def _heard(party: Party) -> list[str]:
             return [subjects.addressed_to(REUSE, "reuse"), subjects.of_kind(ReuseWithdrawn)]
         case "router":
             cache = f"{subjects.ROOT}.cache.>"
-            return [subjects.addressed_to(party.name), subjects.of_kind(LoadReported), cache]
+            decided = subjects.of_kind(RouteDecided)  # what other routers send is in no load report yet
+            return [subjects.addressed_to(party.name), subjects.of_kind(LoadReported), cache, decided]
         case "guest":
             asked = [subjects.of_kind(RouteAsked, to=to) for to in (party.name, EVERYONE)]
             return [*asked, subjects.of_kind(LoadReported), f"{subjects.ROOT}.cache.>"]

@@ -8,6 +8,7 @@ bench = typer.Typer(no_args_is_help=True, help="Measure: every figure is a ratio
 def register(app: typer.Typer) -> None:
     """Add `kvbus bench`."""
     from kvbus.bench.capture import register_bench as register_capture
+    from kvbus.bench.goodput import register_bench as register_goodput
     from kvbus.bench.handoff import register_bench as register_handoff
     from kvbus.bench.multiturn import register_bench as register_multiturn
     from kvbus.bench.policies import register_bench as register_policies
@@ -25,5 +26,6 @@ def register(app: typer.Typer) -> None:
     register_capture(bench)
     register_traffic(bench)
     register_policies(bench)
+    register_goodput(bench)
     register_route(bench)
     app.add_typer(bench, name="bench")

@@ -2,9 +2,11 @@
 
 Switching them on in the block pool is enough; no publisher, socket or thread of vLLM's is involved, and somebody's own
 `--kv-events-config` goes on as before. The tap is in place before the first block is cached, so nothing is missed.
-vLLM's objects are used as they come; vLLM itself is not imported.
+vLLM's objects are used as they come; vLLM itself is not imported. Where hashes come as numbers all the same, a block
+that leaves counts as gone although a twin of it may be left: the index then knows a little less than there is.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +14,9 @@ from kvbus.engine.cache_events import CacheEvent
 
 GROUP = (0).to_bytes(4, "big")
 """kvbus serves models with one KV cache group; vLLM appends the group's number to a hash to find a block by it."""
+
+NUMBERS = "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"
+"""vLLM's default is to tell hashes as numbers of 64 bits, by which no block can be looked up."""
 
 Take = Callable[[Sequence[CacheEvent]], None]
 
@@ -24,6 +29,8 @@ class CacheTap:
         self._take = take
         if manager is not None:
             self._pool = manager.block_pool
+            if not self._pool.enable_kv_cache_events:  # else somebody listens who may count on numbers
+                os.environ.setdefault(NUMBERS, "0")
             self._pool.enable_kv_cache_events = True
             self._stock = manager.take_events
             manager.take_events = self._taken

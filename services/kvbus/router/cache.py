@@ -33,6 +33,7 @@ from kvbus_schemas import (
     Post,
     PromptHashed,
     PromptMapped,
+    RouteDecided,
     subjects,
 )
 
@@ -75,6 +76,7 @@ class Caching:
         self._bus = bus
         self.secret = await shared_secret(bus, self._settings.reuse_secret)
         await bus.subscribe(f"{subjects.ROOT}.cache.>", self.hear)
+        await bus.subscribe(subjects.of_kind(RouteDecided), self.decided)
         await self._remember(bus)
         bus.on_connected.append(self._returned)
         if self._task is None:
@@ -133,6 +135,17 @@ class Caching:
                 self.heads.told(message)
             case _:
                 pass
+
+    def decided(self, message: AnyMessage) -> None:
+        """Another router has chosen: what it sends is on its way, and in no load report yet."""
+        if not isinstance(message, RouteDecided) or self._bus is None or message.source == self._bus.name:
+            return
+        hits = {view.engine_id: view.hit_tokens for view in message.engines}
+        work = max(0, message.prompt_tokens - hits.get(message.prefill_id or message.decode_id, 0))
+        if message.prefill_id:
+            self._fleet.sent_by_others(message.prefill_id, work)
+        if message.decode_id:
+            self._fleet.sent_by_others(message.decode_id, 0 if message.prefill_id else work)
 
     async def _hashed(self, hashed: PromptHashed) -> None:
         prompt = self._sent.pop(hashed.transfer_id, None)

@@ -100,6 +100,11 @@ class CacheIndex:
         engine = self._engines.get(engine_id)
         return engine.incarnation if engine else ""
 
+    def seq(self, engine_id: str) -> int:
+        """Number of the newest message of the engine that has come."""
+        engine = self._engines.get(engine_id)
+        return engine.seq if engine else 0
+
     def facts(self) -> dict[str, CacheFacts]:
         """By engine."""
         return {

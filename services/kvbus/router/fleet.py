@@ -45,6 +45,8 @@ class Engine(msgspec.Struct, kw_only=True):
     """Prompt tokens that those requests had to compute."""
     mean_work: float = WORK_TOKENS
     in_flight_at_load: int = 0
+    work_of_others: int = 0
+    """What other routers have sent since the engine's last report, as they say."""
     rests_until_s: float = 0.0
     missing: bool = False
 
@@ -73,7 +75,7 @@ class Engine(msgspec.Struct, kw_only=True):
             total_blocks=load.total_blocks,
             load_age_ms=(now_s - self.load_at_s) * 1000.0,
             hit_tokens=hit_tokens,
-            queued_tokens=self.work_tokens + int(others * self.mean_work),
+            queued_tokens=self.work_tokens + self.work_of_others + int(others * self.mean_work),
             cache=cache,
         )
 
@@ -143,6 +145,7 @@ class Fleet:
             engine.load_at_s = now_s
             engine.sent_since_load = 0
             engine.in_flight_at_load = engine.in_flight
+            engine.work_of_others = 0
 
     def sent(self, engine_id: str, work_tokens: int = 0) -> None:
         """A leg is on its way to the engine, which has to compute so many prompt tokens for it, at a guess."""
@@ -152,6 +155,13 @@ class Fleet:
             engine.in_flight += 1
             engine.work_tokens += work_tokens
             engine.mean_work += WORK_WEIGHT * (work_tokens - engine.mean_work)
+
+    def sent_by_others(self, engine_id: str, work_tokens: int = 0) -> None:
+        """Another router says that a leg of its own is on its way there; the next report will have it."""
+        engine = self.engines.get(engine_id)
+        if engine is not None:
+            engine.sent_since_load += 1
+            engine.work_of_others += work_tokens
 
     def finished(self, engine_id: str, work_tokens: int = 0) -> None:
         """That leg is over; `work_tokens` as when it was sent."""
