@@ -216,6 +216,8 @@ def test_it_says_that_nats_is_away_and_recovers_when_it_is_back(fleet: World, pa
 
 
 def test_the_browser_asks_nobody_but_the_console(fleet: World, page: Page) -> None:
+    transfer = fleet.ask({"prompt": WORDS * 2}).headers["x-kvbus-transfer"]
+    opened(page, transfer)
     asked = page.asked()
-    assert any(url.startswith(f"{fleet.console_url}/events") for url in asked)
+    assert {f"{fleet.console_url}/{name}" for name in ("app.js", "base.css", f"api/transfer?id={transfer}")} <= asked
     assert {url for url in asked if not url.startswith(fleet.console_url + "/")} == set()

@@ -124,6 +124,9 @@ document.addEventListener("keydown", (event) => {
   act();
 });
 addEventListener("hashchange", followAddress);
+// A browser keeps pages that were left, with their connections, of which it allows six to a host.
+addEventListener("pagehide", () => state.source.close());
+addEventListener("pageshow", (event) => event.persisted && connect());
 setInterval(tick, TICK_MS);
 connect();
 followAddress();
