@@ -16,10 +16,10 @@ from tests.console_world import WORDS, Page, World, browser, until, world
 
 HERE = Path(__file__).parent / "screenshots"
 SEED = 4
-TALKS, TURNS = 5, 5
-STRANGERS = 24
-RUNNING = 6
-COLOURS = 96
+TALKS, TURNS = 4, 4
+STRANGERS = 10
+RUNNING = 5
+COLOURS = 256
 DESK, PHONE = (1280, 800), (390, 844)
 
 
@@ -67,7 +67,7 @@ def shot(page: Page, name: str) -> None:
     file = HERE / f"{name}.png"
     page.driver.save_screenshot(str(file))
     with Image.open(file) as image:
-        image.convert("RGB").quantize(COLOURS).save(file, optimize=True)
+        image.convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE).save(file, optimize=True)
     print(f"{file.name}: {file.stat().st_size // 1024} kB")  # noqa: T201
 
 
