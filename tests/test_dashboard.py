@@ -52,7 +52,8 @@ async def asked(work_dir: Path) -> dict[str, Samples]:
 async def converse(fleet: Fleet, http: aiohttp.ClientSession, number: int, turn: int) -> None:
     prompt = "".join(f"{number} {said} {WORDS}" for said in range(turn + 1))
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 6, "ignore_eos": True, "conversation_id": str(number)}
-    async with http.post(fleet.base_url + "/v1/completions", json=body) as answer:
+    early = {"X-Kvbus-Mode": "early"}  # whatever the policy thinks of so short a prompt
+    async with http.post(fleet.base_url + "/v1/completions", json=body, headers=early) as answer:
         assert answer.status == 200, await answer.text()
 
 
@@ -103,7 +104,7 @@ def test_the_stages_add_up_to_the_time_to_first_token(pages: dict[str, Samples])
     stages = observer["kvbus_observer_stage_seconds_sum"]
     assert len(stages) == STAGES
     whole = total(observer, "kvbus_observer_ttft_seconds_sum")
-    assert sum(value for _, value in stages) == pytest.approx(whole, rel=1e-6)
+    assert sum(value for _, value in stages) == pytest.approx(whole, abs=1e-4)
     assert whole == pytest.approx(total(pages["router-0"], "kvbus_router_ttft_seconds_sum"), rel=1e-3)
     assert total(observer, "kvbus_observer_stage_seconds_sum", stage="prefill") > 0
 
