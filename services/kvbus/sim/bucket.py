@@ -36,9 +36,11 @@ class KvServer:
         self.world, self.weather = world, weather
         self.buckets: dict[str, dict[str, Stored]] = {}
         self.in_memory: set[str] = set()
+        self.starts = 0
         self._revisions = 0
 
     def restarted(self) -> None:
+        self.starts += 1
         for name in self.in_memory:
             self.buckets[name] = {}
 
@@ -104,14 +106,14 @@ class SimBucket:
 
     def _begin(self, work: Callable[[], Any], resume: Resume) -> None:
         world, weather, station = self._server.world, self._server.weather, self._station
-        rng = world.rng
+        rng, sent_to = world.rng, self._server.starts
 
         def answer(result: Any) -> None:
             resume(result if station.connected else RequestTimeoutError("the connection broke before the answer"))
 
         def serve() -> None:
-            if not (station.connected and self._presence.up):
-                lose()
+            if not (station.connected and self._presence.up) or sent_to != self._server.starts:
+                lose()  # what was on its way has ended with its connection
                 return
             result = work()
             if weather.loss and rng.random() < weather.loss / 2:

@@ -185,6 +185,7 @@ class Job:
         assert dispatch is not None
         match verdict.step:
             case "retry":
+                self.dispatch = None  # what else becomes of it concerns nobody
                 router.world.after(0.01, router.process, self.start, dispatch.attempt + 1)
             case "give_up" | "break_off":
                 self.close("failed")
