@@ -247,6 +247,8 @@ class SimEngine:
     def _aggregate(self) -> tuple[set[str], set[str], set[str]]:
         """As `KVOutputAggregator`: a request is named when every rank has named it."""
         found: tuple[set[str], set[str], set[str]] = (set(), set(), set())
+        if not any(any(result) for result in self._results):
+            return found
         for result in self._results:
             for kind in (0, 1):
                 for request_id in result[kind]:

@@ -110,6 +110,9 @@ class Loop:
         return sampled
 
     def _take(self, received: set[str], sent: set[str], failed: set[str]) -> None:
+        if not (received or sent):
+            self.side.took(received, sent, failed)
+            return
         for what, ids in (("finished_recving", received), ("finished_sending", sent)):
             for request_id in sorted(ids - self.requests.keys()):
                 self.world.violate("4", "", f"{self.name}: {what} names {request_id}, which is not there")
