@@ -189,7 +189,8 @@ def test_volumes_that_are_used_are_declared() -> None:
 
 async def answer_of(stack: Stack, prompt: str) -> dict[str, Any]:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    async with aiohttp.ClientSession() as http, http.post(stack.base_url + "/v1/completions", json=body) as response:
+    url, asked = stack.base_url + "/v1/completions", {"X-Kvbus-Mode": "early"}
+    async with aiohttp.ClientSession() as http, http.post(url, json=body, headers=asked) as response:
         answer: dict[str, Any] = await response.json()
         assert response.status == 200, answer
         assert response.headers["x-kvbus-mode"] == "early"

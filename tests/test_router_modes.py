@@ -357,7 +357,19 @@ async def text(world: World, url: str) -> str:
 async def two_workers(world: World) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     """`kvbus router --workers 2` and where it listens."""
     code = "import typer; from kvbus.cli.router import register; app = typer.Typer(); register(app); app()"
-    command = [sys.executable, "-c", code, "--nats", world.nats, "--port", "0", "--workers", "2", "--policy", "round_robin"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "--nats",
+        world.nats,
+        "--port",
+        "0",
+        "--workers",
+        "2",
+        "--policy",
+        "round_robin",
+    ]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     try:
         assert process.stderr is not None
