@@ -79,7 +79,9 @@ class TalkEngine(SimEngine):
 
     def _has_read(self, message: Message) -> None:
         """Rule 2: what this engine knows, it tells at once; prefill waits for its word."""
-        if not self._busy and any(message is heard for heard in self.side.heard):
+        if self.world.now - self.process.resumed_at_s < UNREAD_MAX_S:  # a repeat may have come in with the same moment
+            self.world.after(UNREAD_MAX_S, self.process, self._has_read, message)
+        elif not self._busy and any(message is heard for heard in self.side.heard):
             self.world.violate("2", message.key, f"{self.name} has an order for {UNREAD_MAX_S} s and does not read it")
 
     def _keep_time(self) -> None:

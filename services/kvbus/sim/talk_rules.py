@@ -41,7 +41,8 @@ class TalkRules(Rules):
         self.served: dict[str, str] = {}
         """By offer: the transfer that its holder writes."""
         self._claimed: Counter[str] = Counter()
-        self._begun: set[str] = set()
+        self._begun: set[tuple[str, str]] = set()
+        """Transfers, and the incarnation that has begun to write them."""
 
     def said(self, station: Station, post: Post) -> None:
         super().said(station, post)
@@ -58,7 +59,7 @@ class TalkRules(Rules):
             self._refused(station, message)
 
     def _refused(self, station: Station, message: BlocksUnavailable) -> None:
-        served = message.transfer_id in self._begun and station.name == message.producer_id
+        served = (message.transfer_id, station.incarnation) in self._begun and station.name == message.producer_id
         if served and message.reason == "unknown":
             text = f"{station.name} served it and answers the repeated order with {message.detail!r}"
             self.world.violate("6", message.transfer_id, text)
@@ -79,8 +80,9 @@ class TalkRules(Rules):
             claim = self.claims.get(transfer_id)
             if claim != offer_id:
                 self._violate(transfer_id, f"{engine.name} serves {offer_id} to a transfer that claimed {claim}")
-            if before == transfer_id and transfer_id not in self._begun:
-                self._begun.add(transfer_id)
+            begun = (transfer_id, engine.identity.incarnation)
+            if before == transfer_id and begun not in self._begun:
+                self._begun.add(begun)
                 late_s = self.world.local_s() - retention.offers[held_as].expires_s
                 if late_s > 0:
                     self._violate(transfer_id, f"{engine.name} begins to serve {offer_id} {late_s:.3f} s after its end")

@@ -32,7 +32,7 @@ class Line(NamedTuple):
 class Process:
     """One operating system process. `rate` is how fast its clock runs."""
 
-    __slots__ = ("alive", "backlog", "name", "offset_s", "paused", "paused_at_s", "rate")
+    __slots__ = ("alive", "backlog", "name", "offset_s", "paused", "paused_at_s", "rate", "resumed_at_s")
 
     def __init__(self, name: str, rate: float, offset_s: float) -> None:
         self.name = name
@@ -40,6 +40,7 @@ class Process:
         self.alive = True
         self.paused = False
         self.paused_at_s = 0.0
+        self.resumed_at_s = 0.0
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
 
@@ -99,7 +100,7 @@ class World:
 
     def resume(self, process: Process) -> None:
         """Let it go on: what came in meanwhile is worked off first, in order."""
-        process.paused = False
+        process.paused, process.resumed_at_s = False, self.now
         backlog, process.backlog = process.backlog, []
         for work, args in backlog:
             self.after(0.0, process, work, *args)
