@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from kvbus.auth.seeds import read_seed
+from kvbus.bus.bounded import within
 from kvbus.bus.callbacks import harmless
 from kvbus.bus.calls import Calls
 from kvbus.bus.client import Client
@@ -61,8 +62,7 @@ class Link:
         """Connect within `connect_timeout_s`, or raise BusError that names the URL and what to do."""
         link = cls(settings, name)
         try:
-            async with asyncio.timeout(settings.connect_timeout_s):
-                await link._client.connect(**link._options())
+            await within(settings.connect_timeout_s, link._client.connect(**link._options()))
         except ConfigError as error:
             raise BusError(str(error)) from None  # engines try again: the file may come
         except (TimeoutError, OSError, nats.errors.Error, ValueError) as error:
@@ -157,8 +157,8 @@ class Link:
             if task is not None:
                 task.cancel()
         try:
-            async with asyncio.timeout(DRAIN_TIMEOUT_S + CLOSE_TIMEOUT_S):
-                await (self._client.drain() if self.connected else self._client.close())
+            leave = self._client.drain() if self.connected else self._client.close()
+            await within(DRAIN_TIMEOUT_S + CLOSE_TIMEOUT_S, leave)
         except (TimeoutError, nats.errors.Error, RuntimeError) as error:  # uvloop's, of a transport that is closed
             log.warning("bus_close_unclean", error=repr(error))
 
