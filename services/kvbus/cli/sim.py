@@ -12,11 +12,13 @@ import typer
 from kvbus.errors import CommandFailed, ConfigError
 
 if TYPE_CHECKING:
-    from kvbus.sim.hunt import Hunt, Protocol, World
+    from kvbus.sim.hunt import Finding, Hunt, Protocol, World
     from kvbus.sim.run import Result
 
 PROTOCOLS = ("kvbus", "stock")
 WORLDS = ("all", "push", "reuse")
+TOLD_MAX = 20
+"""Findings that are said while the search goes on."""
 PROGRESS_S = 15.0
 """Between two lines of progress where there is no terminal."""
 
@@ -62,7 +64,7 @@ def register(app: typer.Typer) -> None:
 def _watched(totals: "Iterator[Hunt]") -> "Hunt | None":
     """The last of the sums, also when the user or a supervisor stops the search; progress goes to stderr."""
     total: Hunt | None = None
-    said_s = time.monotonic()
+    said_s, told = time.monotonic(), set[int]()
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has started us with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     try:
@@ -73,6 +75,8 @@ def _watched(totals: "Iterator[Hunt]") -> "Hunt | None":
             elif time.monotonic() - said_s >= PROGRESS_S:
                 said_s = time.monotonic()
                 print(line, file=sys.stderr, flush=True)
+            for finding in _new_in(total, told):
+                print(f"seed {finding.seed} breaks rule {finding.rule}: {finding.text}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
     return total
@@ -93,6 +97,13 @@ def _tell(result: "Result", *, as_json: bool) -> None:
         raise CommandFailed(f"seed {result.seed} breaks a rule")
     if not as_json:
         print(f"seed {result.seed}: every rule held, {result.events} events")
+
+
+def _new_in(total: "Hunt", told: set[int]) -> "list[Finding]":
+    """Findings of seeds that are not in `told`, which takes them in; the first few, since a bad day has thousands."""
+    found, room = [one for findings in total.found.values() for one in findings if one.seed not in told], len(told)
+    told.update(finding.seed for finding in found)
+    return found[: max(0, TOLD_MAX - room)]
 
 
 def _sum_up(total: "Hunt", protocol: str, where: str, *, as_json: bool) -> None:
