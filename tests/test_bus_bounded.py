@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from kvbus.bus.bounded import within
+from kvbus.bus.bounded import end, within
+from kvbus.errors import BusError
 
 
 async def stubborn(swallows: int) -> str:
@@ -46,3 +47,25 @@ async def test_whoever_waits_may_be_cancelled_and_so_is_the_work() -> None:
             await waiting
         while any("stubborn" in repr(task) for task in asyncio.all_tasks()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_a_task_that_takes_its_end_for_a_lost_connection_is_ended_all_the_same() -> None:
+    """As a watch whose last words, in its `finally` clause, do not reach NATS any more."""
+
+    async def follows() -> None:
+        last_words = 3
+        while True:
+            try:
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    last_words -= 1
+                    if last_words >= 0:
+                        raise BusError("NATS is away")
+            except BusError:
+                await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(follows()) for _ in range(3)]
+    await asyncio.sleep(0)
+    await end(*tasks)
+    assert all(task.cancelled() for task in tasks)

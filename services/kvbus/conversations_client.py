@@ -7,6 +7,7 @@ import secrets
 import structlog
 
 from kvbus.bus import Bus, KeyExistsError
+from kvbus.bus.bounded import end
 from kvbus.errors import BusError, ConfigError
 from kvbus_schemas import ReuseAnswered, ReuseAsked, ReuseReleased
 
@@ -74,10 +75,7 @@ class ReuseClient:
 
     async def close(self) -> None:
         """Wait no longer for late answers."""
-        for task in list(self._open):
-            task.cancel()
-        if self._open:
-            await asyncio.wait(self._open)
+        await end(*self._open)
 
     async def _request(self, bus: Bus, asked: ReuseAsked) -> ReuseAnswered:
         try:

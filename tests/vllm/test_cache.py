@@ -41,6 +41,7 @@ async def test_the_index_is_vllms_own_prefix_cache(there: World) -> None:
         first, more = prompt_of(640, seed=901), prompt_of(200, seed=902)
         await _ask(there, router, first)
         await until(lambda: len(router.caching.index.held("prefill-0")) >= len(first) // BLOCK)
+        await until(lambda: "prefill-0" in router.caching.read(_asked(first + more)).hits)
         before = await there.metric(prefill, HITS)
         expected = router.caching.read(_asked(first + more)).hits["prefill-0"]
         await _ask(there, router, first + more)

@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 from nats.aio.msg import Msg
 
+from kvbus.bus.bounded import end
 from kvbus.bus.calls import status_of
 from kvbus.bus.client import ORIGIN
 from kvbus.bus.expiry import Expiry, lifetime_s
@@ -65,6 +66,7 @@ class Watch:
         self._expiry = Expiry()
         self._ready = asyncio.Event()
         self._over = False
+        self._stopped = False
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -84,9 +86,9 @@ class Watch:
     async def stop(self) -> None:
         """No more calls; nothing is left on the server."""
         self._on_stop(self)
+        self._stopped = True
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end(self._task)
 
     def reset(self) -> None:
         """Begin a new session, as after a reconnect."""
@@ -95,7 +97,7 @@ class Watch:
             self._waiting.put_nowait(None)
 
     async def _run(self) -> None:
-        while True:
+        while not self._stopped:
             try:
                 await self._session()
             except (_SessionOverError, TimeoutError):

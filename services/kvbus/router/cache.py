@@ -6,7 +6,6 @@ asks each engine for its whole cache.
 """
 
 import asyncio
-import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
@@ -14,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 import structlog
 
 from kvbus.bus import Bus
+from kvbus.bus.bounded import end
 from kvbus.conversations_client import shared_secret
 from kvbus.errors import BusError
 from kvbus.router.bodies import Asked
@@ -85,9 +85,7 @@ class Caching:
     async def close(self) -> None:
         """Ask nobody any more."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end(self._task)
 
     # Requests
 

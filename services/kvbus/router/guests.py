@@ -14,6 +14,7 @@ import structlog
 from msgspec.structs import replace
 
 from kvbus.bus import Bus
+from kvbus.bus.bounded import end
 from kvbus.errors import BusError, ConfigError
 from kvbus.router import policies
 from kvbus.router.asking import Asks, Heard
@@ -99,8 +100,7 @@ class Guests:
     async def close(self) -> None:
         """Send no more questions."""
         if self._sending is not None:
-            self._sending.cancel()
-            await asyncio.wait([self._sending])
+            await end(self._sending)
 
     # Deciding
 

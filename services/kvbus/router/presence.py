@@ -8,6 +8,7 @@ from dataclasses import asdict
 import structlog
 
 from kvbus.bus import Bus
+from kvbus.bus.bounded import end
 from kvbus.errors import BusError
 from kvbus.router.fleet import Engine, Fleet
 from kvbus.router.settings import RouterSettings
@@ -87,8 +88,7 @@ class Presence:
     async def close(self) -> None:
         """Leave the bus."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await end(self._task)
         if self._bus is not None:
             await self._bus.close()
 
