@@ -1,10 +1,10 @@
 """A router's index against real vLLM: what it expects is what vLLM's own prefix cache finds, and clearing is seen."""
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import pytest_asyncio
 from tests.router_world import until
@@ -86,4 +86,5 @@ async def _ask(there: World, router: Router, prompt: list[int]) -> None:
 
 
 def _asked(prompt: list[int]) -> Any:
-    return bodies.read("completions", msgspec.json.encode({"model": "tiny", "prompt": prompt}))
+    """As `World.post` writes it: a router reads the bytes of a prompt, so that blanks count."""
+    return bodies.read("completions", json.dumps({"model": "tiny", "prompt": prompt}).encode())
