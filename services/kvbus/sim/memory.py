@@ -27,7 +27,8 @@ class Block:
 
     def __init__(self) -> None:
         self.owners: list[Any] = []
-        self.lent: Any = None
+        self.lent: list[Any] = []
+        """Requests that were preempted and whose WRITEs may read it until the next forward pass."""
         """The request that it was taken from by preemption, until the next forward pass begins."""
         self.cells: list[Tokens | None] = [None] * SHARDS
         self.key: Tokens | None = None
@@ -106,7 +107,7 @@ class Memory:
             block = self.blocks[block_id]
             block.owners.remove(request)
             if preempted:
-                block.lent = request
+                block.lent.append(request)
                 self.lent.append(block_id)
             if block.owners:
                 continue
@@ -121,17 +122,17 @@ class Memory:
         """Blocks that preemption took can be overwritten from now on."""
         for block_id in self.lent:
             block = self.blocks[block_id]
-            request, block.lent = block.lent, None
-            if request is None or self.lends_to(block_id, request.transfer_id):
-                continue
-            if any(nic.write.transfer_id == request.transfer_id for nic in block.readers):
-                self._violate(request, f"preempted block {block_id} is reused while a WRITE reads it", "1 source")
+            requests, block.lent = block.lent, []
+            for request in requests:
+                reads = any(nic.write.transfer_id == request.transfer_id for nic in block.readers)
+                if reads and not self.lends_to(block_id, request.transfer_id):
+                    self._violate(request, f"preempted block {block_id} is reused while a WRITE reads it", "1 source")
         self.lent = []
 
     def lends_to(self, block_id: int, transfer_id: str) -> bool:
         """Whether a WRITE of this transfer may read the block now."""
         block = self.blocks[block_id]
-        if block.lent is not None and block.lent.transfer_id == transfer_id:
+        if any(request.transfer_id == transfer_id for request in block.lent):
             return True
         return any(owner.transfer_id == transfer_id for owner in block.owners) or self.lends_kept(block_id, transfer_id)
 
