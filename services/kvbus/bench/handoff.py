@@ -12,7 +12,6 @@ import os
 import platform
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ import typer
 from kvbus.bench.handoff_arms import ARMS, QUICK_ARMS, ArmProcesses, guarded, start_arms
 from kvbus.bench.handoff_points import Point, Turn, measure, measure_idle
 from kvbus.bench.handoff_text import text_of
-from kvbus.bench.report import Arm, Report, metric
+from kvbus.bench.report import Arm, Report, deliver, metric, say
 from kvbus.engine.launch import platform_problem
 from kvbus.engine.model import make_model
 from kvbus.errors import ConfigError
@@ -167,11 +166,5 @@ def register_bench(bench_app: typer.Typer) -> None:
             raise ConfigError(problem)
         plan = _plan(quick, rounds, arms)
         with tempfile.TemporaryDirectory(prefix="kvbus-handoff-") as temporary:
-            report = asyncio.run(run(plan, work_dir or Path(temporary), _say))
-        if out is not None:
-            out.write_text(report.json() + "\n" if as_json else text_of(report))
-        typer.echo(report.json() if as_json else text_of(report))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201  (progress; the report goes to stdout)
+            report = asyncio.run(run(plan, work_dir or Path(temporary), say))
+        deliver(report, text_of, as_json=as_json, out=out)

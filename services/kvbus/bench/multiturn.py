@@ -12,7 +12,6 @@ import os
 import platform
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from kvbus.bench.handoff_points import warm_up
 from kvbus.bench.multiturn_arms import PAIR_OF, Pair, Stage, start_pairs, stop_pairs
 from kvbus.bench.multiturn_talk import Talk, Turn
 from kvbus.bench.multiturn_text import text_of
-from kvbus.bench.report import Arm, Report, metric
+from kvbus.bench.report import Arm, Report, deliver, metric, say
 from kvbus.engine.launch import platform_problem
 from kvbus.engine.model import make_model
 from kvbus.errors import CommandFailed, ConfigError
@@ -247,11 +246,5 @@ def register_bench(bench_app: typer.Typer) -> None:
             raise ConfigError(problem)
         plan = _plan(quick, rounds, histories)
         with tempfile.TemporaryDirectory(prefix="kvbus-multiturn-") as temporary:
-            report = asyncio.run(run(plan, work_dir or Path(temporary), _say))
-        if out is not None:
-            out.write_text(report.json() + "\n" if as_json else text_of(report))
-        typer.echo(report.json() if as_json else text_of(report))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201  (progress; the report goes to stdout)
+            report = asyncio.run(run(plan, work_dir or Path(temporary), say))
+        deliver(report, text_of, as_json=as_json, out=out)

@@ -2,7 +2,8 @@
 
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -85,3 +86,16 @@ def _short(value: float) -> float:
 
 def _cell(value: Metric | None) -> str:
     return "-" if value is None or not value.n else f"{value.p50:g} ±{value.spread:.2g}"
+
+
+def say(text: str) -> None:
+    """Progress, to stderr: the report goes to stdout."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def deliver(report: Report, text_of: Callable[[Report], str], *, as_json: bool, out: Path | None) -> None:
+    """Print the report as one JSON object or as text, and write the same into the file `out`."""
+    text = report.json() if as_json else text_of(report).rstrip("\n")
+    if out is not None:
+        out.write_text(text + "\n")
+    print(text)  # noqa: T201

@@ -10,7 +10,6 @@ import datetime
 import os
 import platform
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ import msgspec
 import typer
 
 from kvbus import process
-from kvbus.bench.report import Arm, Report, metric
+from kvbus.bench.report import Arm, Report, metric, say
 from kvbus.bench.traffic_client import WAYS, Crowd, Turn, Way
 from kvbus.bench.traffic_memory import Memory, watch_memory
 from kvbus.bench.traffic_shape import Shape, conversations_of
@@ -65,7 +64,7 @@ async def measure(where: Where, shape: Shape, ways: Sequence[Way], rounds: int) 
             for way in order.sample(list(ways), len(ways)):
                 one = await _round(where, shape, way, number, http)
                 done[way.name].append(one)
-                _say(f"round {number + 1} of {rounds}, {way.name}: {one.took_s:.1f} s")
+                say(f"round {number + 1} of {rounds}, {way.name}: {one.took_s:.1f} s")
     return Report(bench="traffic", arms=[arm_of(way, done[way.name]) for way in ways], conditions=_facts(shape, done))
 
 
@@ -137,7 +136,7 @@ def ways_of(text: str) -> list[Way]:
 
 
 async def _measure_ours(options: FleetOptions, shape: Shape, ways: Sequence[Way], rounds: int) -> Report:
-    async with start_fleet(options, _say) as fleet:
+    async with start_fleet(options, say) as fleet:
         where = Where(fleet.base_url, fleet.nats_url, options.model)
         return await measure(where, shape, ways, rounds)
 
@@ -201,7 +200,3 @@ def register_bench(bench_app: typer.Typer) -> None:
             _show(report)
         if report.conditions["differing_answers"]:
             raise CommandFailed("answers differ between modes: with greedy sampling they must not")
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201  (progress; the report goes to stdout)

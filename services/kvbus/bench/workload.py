@@ -11,7 +11,6 @@ import datetime
 import io
 import os
 import platform
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvbus import process
-from kvbus.bench.report import Arm, Metric, Report, metric
+from kvbus.bench.report import Arm, Metric, Report, deliver, metric, say
 from kvbus.bench.workload_replay import BLOCK_SIZE, Replayed, replay
 from kvbus.bench.workload_trace import BLOCK, Bound, Scale, Session, bound_of, read_sessions
 from kvbus.errors import ConfigError
@@ -203,10 +202,8 @@ def register_bench(bench_app: typer.Typer) -> None:
         found = read_sessions(trace_file(trace), chosen)
         process.configure_logging("warning")
         with tempfile.TemporaryDirectory(prefix="kvbus-workload-") as temporary:
-            report = asyncio.run(run(found, chosen, lifetimes_s, work_dir or Path(temporary), _say))
-        if out is not None:
-            out.write_text(report.json() + "\n" if as_json else text_of(report))
-        typer.echo(report.json() if as_json else text_of(report))
+            report = asyncio.run(run(found, chosen, lifetimes_s, work_dir or Path(temporary), say))
+        deliver(report, text_of, as_json=as_json, out=out)
 
 
 def _lifetimes(text: str) -> tuple[float, ...]:
@@ -217,7 +214,3 @@ def _lifetimes(text: str) -> tuple[float, ...]:
     if any(one <= 0 for one in found):
         raise ConfigError(f"--lifetimes must be seconds with commas, not {text!r}")
     return found
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201  (progress; the report goes to stdout)
