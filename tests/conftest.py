@@ -3,9 +3,18 @@
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import structlog
 
 from kvbus.bus import Bus, BusSettings
 from kvbus.embedded import EmbeddedNats
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A command that is run inside a test chooses what is logged; the next test has it as before."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(scope="session")

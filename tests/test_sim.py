@@ -225,7 +225,7 @@ def invoke(*arguments: str) -> tuple[BaseException | None, str]:
     app = typer.Typer()
     register(app)
     result = CliRunner().invoke(app, list(arguments))
-    return result.exception, result.output
+    return result.exception, result.stdout
 
 
 def test_a_seed_tells_its_story() -> None:
