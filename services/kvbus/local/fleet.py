@@ -16,7 +16,7 @@ from kvbus.bus import Bus
 from kvbus.embedded import EmbeddedNats
 from kvbus.engine.launch import platform_problem
 from kvbus.engine.model import SHAPES, make_model
-from kvbus.errors import ConfigError
+from kvbus.errors import BusError, ConfigError
 from kvbus.local.children import Child, kvbus_command
 from kvbus.local.options import EngineProcess, FleetOptions
 from kvbus.local.ports import free_port
@@ -27,6 +27,8 @@ __all__ = ["EngineProcess", "Fleet", "FleetOptions", "start_fleet"]
 READY_MAX_S = 300.0
 """How long all of it may take to be ready. A busy two-core machine needs 60 s for two engines."""
 LOOK_EVERY_S = 0.1
+CARDS_TRIES = 6
+"""Each takes some seconds when NATS does not answer."""
 
 TEST_MODEL_ARGUMENTS = [
     *("--dtype", "float32"),
@@ -192,7 +194,14 @@ class Fleet:
             await asyncio.to_thread(self.nats.stop)
 
     async def cards(self) -> dict[str, EngineCard]:
-        """The engines that have announced themselves."""
+        """The engines that have announced themselves. A NATS that is short of CPU, as while engines load, is asked
+        again."""
+        for _ in range(CARDS_TRIES - 1):
+            with contextlib.suppress(BusError):
+                return await self._cards()
+        return await self._cards()
+
+    async def _cards(self) -> dict[str, EngineCard]:
         assert self.bus is not None
         bucket = await self.bus.bucket(subjects.ENGINES_BUCKET)
         entries = {key: await bucket.get(key) for key in await bucket.keys(">")}
