@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,6 +15,7 @@ from msgspec.structs import replace
 
 from kvbus.bus import Bus, BusSettings
 from kvbus.embedded import EmbeddedNats
+from kvbus.local.ports import free_port
 from kvbus_schemas import (
     AnyMessage,
     BlocksReady,
@@ -280,9 +280,7 @@ async def test_a_restart_of_nats_ends_no_transfer_of_engines_that_come_back(
 
 
 async def test_metrics_count_what_was_done(engines: Engines, matcher: Start) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     matcher("--metrics-port", str(port))
     await active(engines)
     await engines.bus.publish(REGISTERED, "matcher")

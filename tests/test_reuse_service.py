@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import secrets
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -20,6 +19,7 @@ from kvbus.conversations import conversation_key
 from kvbus.conversations_client import ReuseClient, shared_secret
 from kvbus.embedded import EmbeddedNats
 from kvbus.errors import ConfigError
+from kvbus.local.ports import free_port
 from kvbus.reuse.service import ReuseService
 from kvbus.reuse.settings import ReuseSettings
 from kvbus_schemas import (
@@ -62,12 +62,6 @@ class Replicas:
             process.kill()
             process.wait()
         self.running.clear()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

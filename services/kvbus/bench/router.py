@@ -23,6 +23,7 @@ import typer
 from kvbus.bench import http_load, report
 from kvbus.embedded import EmbeddedNats
 from kvbus.errors import CommandFailed
+from kvbus.local.ports import free_port
 
 PATH = "/v1/completions"
 SIZES = {"200B": 200, "2KiB": 2048, "16KiB": 16 * 1024}
@@ -83,7 +84,7 @@ class World:
 
     def start(self, name: str, command: Sequence[str], headers: Sequence[str] = ()) -> Running:
         """An arm; `{port}` in its command becomes a free port. Raises CommandFailed."""
-        port = http_load.free_port()
+        port = free_port()
         log = self._directory / f"{len(list(self._directory.iterdir()))}.log"
         environ = {"KVBUS_LOG_LEVEL": "info", "PYTHONUNBUFFERED": "1"}
         one = self._stack.enter_context(
@@ -125,7 +126,7 @@ def arms_of(world: World, workers: int) -> list[Running]:
     """Every arm that can be started here."""
     kvbus = kvbus_command(world.nats.url, 1)
     static = f"prefill={world.prefill},decode={world.decode}"
-    nowhere = f"nats://127.0.0.1:{http_load.free_port()}"
+    nowhere = f"nats://127.0.0.1:{free_port()}"
     alone = [*kvbus_command(nowhere, 1), "--static", static]
     arms = world.try_start("kvbus local, no NATS", alone, ["x-kvbus-mode: local"])
     arms += world.try_start("kvbus local", kvbus, ["x-kvbus-mode: local"])
@@ -145,11 +146,11 @@ def arms_of(world: World, workers: int) -> list[Running]:
 
 def _rust_arms(world: World, name: str, command: str) -> list[Running]:
     common = ["--port", "{port}", "--host", "127.0.0.1", "--policy", "round_robin", "--log-level", "error"]
-    own_metrics = ["--prometheus-port", str(http_load.free_port())]
+    own_metrics = ["--prometheus-port", str(free_port())]
     start = [command] if name == "vllm-router" else [command, "launch"]
     split = "--vllm-pd-disaggregation" if name == "vllm-router" else "--pd-disaggregation"
     found = world.try_start(name, [*start, "--worker-urls", world.decode, *common, *own_metrics])
-    own_metrics = ["--prometheus-port", str(http_load.free_port())]
+    own_metrics = ["--prometheus-port", str(free_port())]
     legs = [split, "--prefill", world.prefill, "--decode", world.decode]
     return found + world.try_start(f"{name} p/d", [*start, *legs, *common, *own_metrics])
 
