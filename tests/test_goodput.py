@@ -72,7 +72,7 @@ def test_a_prefill_computes_what_it_does_not_hold() -> None:
         assert not late
     computed = [round((end_s - costs.prefill_base_s) * costs.prefill_tokens_per_s) for end_s in ends]
     assert computed == [3 * BLOCK + 1, BLOCK + 1, 4 * BLOCK + 1, 3 * BLOCK + 1]  # the last was driven out
-    assert prefill.mirror.blocks == 4
+    assert prefill.cache.mirror.blocks == 4
 
 
 def test_what_would_be_late_is_given_up_and_a_full_queue_refuses() -> None:
@@ -96,6 +96,20 @@ def test_a_batch_grows_by_a_token_in_a_step_and_slower_when_it_is_larger() -> No
     assert decode.next_end_s() == pytest.approx(4.0 + 2 * 3.0)
     assert decode.ended(10.0) == [first]
     assert decode.next_end_s() == pytest.approx(10.0 + 2 * 2.0)
+
+
+def test_a_decode_that_computes_a_prompt_itself_computes_what_it_lacks_and_holds_its_batch_up() -> None:
+    costs = Costs(step_base_s=1.0, step_s_per_request=0.0, step_s_per_token=0.0)
+    decode = Decode("d0", costs)
+    running = Job(0, ask(1, 2, answer=4))
+    decode.waiting.append(running)
+    decode.seat(0.0)
+    decode.begin(running, 0.0)
+    decode.cache.keep(running.ask)
+    assert decode.cache.hit(ask(1, 2, 3)) == 2 * BLOCK
+    assert decode.delay(1.0, 5.0) == 6.0
+    assert decode.delay(1.0, 1.0) == 7.0  # one prompt after the other
+    assert decode.next_end_s() == pytest.approx(7.0 + 3.0)
 
 
 def made_up(count: int, sessions: int, seed: int) -> list[Ask]:

@@ -173,14 +173,23 @@ def test_weighed_follows_a_prefix_until_the_queue_there_is_far_longer() -> None:
 
     def chosen_with(queued: int, hit: int, **fields: Any) -> str:
         busy = replace(p0, running=1, queued_tokens=queued)
-        asked = replace(question([holding(busy, hit, **fields), p1], decodes), prompt_tokens=hit + 500)
+        asked = question([replace(busy, hit_tokens=hit, **{"cache": "exact", **fields}), p1], decodes)
+        asked = replace(asked, prompt_tokens=hit + 500, asked="early")
         return Weighed().choose(asked).prefill_id
 
     assert chosen_with(queued=20_000, hit=8000) == "p0"
     assert chosen_with(queued=20_000, hit=100) == "p1"
-    assert chosen_with(queued=8000 * 40, hit=8000) == "p1"
-    degraded = replace(p0, hit_tokens=1000, cache="degraded", queued_tokens=20_000, running=1)
-    assert Weighed().choose(question([degraded, p1], decodes)).prefill_id == "p1"
+    assert chosen_with(queued=8000 * 160, hit=8000) == "p1"
+    assert chosen_with(queued=90_000, hit=1000) == "p0"
+    assert chosen_with(queued=90_000, hit=1000, cache="degraded") == "p1"
+
+
+def test_weighed_sends_a_long_prompt_that_nobody_knows_where_few_come() -> None:
+    """All who come next would wait for it."""
+    p0, p1 = views("prefill", (6, 0), (1, 0))
+    asked = question([replace(p0, queued_tokens=600), replace(p1, queued_tokens=50_000)], views("decode", (0, 0)))
+    for tokens, prefill_id in ((100, "p0"), (60_000, "p1")):
+        assert Weighed().choose(replace(asked, prompt_tokens=tokens, asked="early")).prefill_id == prefill_id
 
 
 def test_weighed_says_what_it_weighed() -> None:
@@ -207,7 +216,15 @@ BUSY = {"total_blocks": 100, "free_blocks": 5}
         (40, {"waiting": 9}, 0, {}, "early"),
         (4000, BUSY, 50_000, {}, "deferred"),
         (4000, BUSY, 100, {}, "early"),  # prefill begins at once: nothing is held in vain
-        (4000, {}, 50_000, {}, "early"),
+        (4000, {}, 30_000, {}, "early"),
+        (4000, {}, 50_000, {}, "local"),  # prefill would take a second to begin
+        (7000, {}, 50_000, {}, "early"),  # the batch would stand still for long
+        (7000, {}, 90_000, {}, "local"),
+        (4000, {"queued_tokens": 30_000}, 50_000, {}, "early"),  # decode has enough of its own already
+        (64_000, {"hit_tokens": 60_000, "cache": "exact"}, 50_000, {}, "local"),  # it computes what it lacks
+        (64_000, {"hit_tokens": 60_000}, 50_000, {}, "early"),  # held for prefill to take back, not in a cache
+        (4000, {}, 50_000, {"asked": "early"}, "early"),
+        (4000, {}, 50_000, {"asked": "pull", "free": True}, "pull"),
         (40, {}, 0, {"asked": "early"}, "early"),
         (4000, BUSY, 50_000, {"asked": "early"}, "early"),
         (40, {}, 0, {"asked": "pull", "free": True}, "local"),
@@ -216,7 +233,7 @@ BUSY = {"total_blocks": 100, "free_blocks": 5}
     ],
 )
 def test_the_mode_follows_length_and_pressure_and_the_client_before_both(
-    tokens: int, decode: dict[str, int], queued: int, fields: dict[str, Any], mode: str
+    tokens: int, decode: dict[str, Any], queued: int, fields: dict[str, Any], mode: str
 ) -> None:
     (prefill,), (free,) = views("prefill", (0, 0)), views("decode", (0, 0))
     made = question([replace(prefill, queued_tokens=queued)], [replace(free, **decode)])

@@ -1,8 +1,10 @@
 """Conversations with a fleet of real engines: turns, what should be reused of them, and what each engine computed."""
 
+import asyncio
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -117,14 +119,20 @@ class Talk:
         return closed[0].outcome if closed else "open"
 
     async def forget_all(self) -> None:
-        """Decode lets go of all it keeps, and every block comes back."""
+        """Decode lets go of all it keeps, and every block comes back. The last turn's offer may still be on its way."""
+        deadline_s = time.monotonic() + 40.0
+        while any((usage := await self.there.usage()).values()):
+            assert time.monotonic() < deadline_s, f"blocks are still held: {usage}"
+            await self._release_offers()
+            await asyncio.sleep(0.2)
+
+    async def _release_offers(self) -> None:
         assert self.there.fleet.bus is not None
         for offer in self.offers():
             released = ReuseReleased(
                 conversation=offer.conversation, offer_id=offer.offer_id, transfer_id="0" * 32, reason="test"
             )
             await self.there.fleet.bus.publish(released, offer.engine_id)
-        await self.there.settled(within_s=40.0)
 
 
 def tokens_in(answer: Json) -> tuple[list[int], list[int]]:

@@ -65,21 +65,33 @@ def _watched(totals: "Iterator[Hunt]") -> "Hunt | None":
     """The last of the sums, also when the user or a supervisor stops the search; progress goes to stderr."""
     total: Hunt | None = None
     said_s, told = time.monotonic(), set[int]()
-    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has started us with SIGINT ignored
-        signal.signal(number, signal.default_int_handler)
-    try:
-        for total in totals:
-            line = f"{total.runs} runs, {total.broken} broke a rule, {total.seconds:.0f} s"
-            if sys.stderr.isatty():
-                print(f"\r{line}", end="", file=sys.stderr, flush=True)
-            elif time.monotonic() - said_s >= PROGRESS_S:
-                said_s = time.monotonic()
-                print(line, file=sys.stderr, flush=True)
-            for finding in _new_in(total, told):
-                print(f"seed {finding.seed} breaks rule {finding.rule}: {finding.text}", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
+    stop = _Stop()
+    for total in totals:
+        line = f"{total.runs} runs, {total.broken} broke a rule, {total.seconds:.0f} s"
+        if sys.stderr.isatty():
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - said_s >= PROGRESS_S:
+            said_s = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
+        for finding in _new_in(total, told):
+            print(f"seed {finding.seed} breaks rule {finding.rule}: {finding.text}", file=sys.stderr, flush=True)
+        if stop.wanted:
+            print("\nstopped", file=sys.stderr)
+            break
     return total
+
+
+class _Stop:
+    """Set by the first signal, also where a shell has started us with SIGINT ignored. An exception of the handler could
+    be lost in a destructor of the simulated world; the next batch is a second away."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, *_: object) -> None:
+        self.wanted = True
 
 
 def _tell(result: "Result", *, as_json: bool) -> None:

@@ -117,7 +117,7 @@ class Cluster:
             return
         if job.decode:
             self._seat(job)
-        hashed = prefill.mirror.hashed(job.key, job.ask.hashes, job.ask.tokens)
+        hashed = prefill.cache.mirror.hashed(job.key, job.ask.hashes, job.ask.tokens)
         self._at(self.now_s + self.costs.bus_s, self._tell, (hashed,), job.router)
         self._start(prefill)
 
@@ -148,7 +148,10 @@ class Cluster:
             self._at(self.now_s + self.costs.report_every_s, self._report)
 
     def _restate(self, name: str) -> None:
-        self._at(self.now_s + self.costs.bus_s, self._tell, self._prefills[name].mirror.restate())
+        self._at(self.now_s + self.costs.bus_s, self._tell, self._engine(name).cache.mirror.restate())
+
+    def _engine(self, name: str) -> Prefill | Decode:
+        return self._prefills[name] if name in self._prefills else self._decodes[name]
 
     def _restart(self, number: int) -> None:
         self._routers[number].restart(self._policy())
@@ -191,19 +194,26 @@ class Cluster:
             if self.now_s > job.ask.at_s + self.costs.ttft_max_s:
                 self._give_up(job)
             elif job.mode == "local":
-                took_s = self.costs.prefill_s(job.ask.tokens)
-                decode.delay(self.now_s, job.ask.tokens / self.costs.prefill_tokens_per_s)
-                self._watch(decode)
-                self._at(self.now_s + took_s, self._begin, job)
+                self._compute(decode, job)
             elif job.prefilled_s >= 0:
                 self._hand_over(job)
 
+    def _compute(self, decode: Decode, job: Job) -> None:
+        """Mode local: the batch stands still meanwhile, one prompt after the other."""
+        missing = job.ask.tokens - decode.cache.hit(job.ask)
+        end_s = decode.delay(self.now_s, missing / self.costs.prefill_tokens_per_s)
+        self._watch(decode)
+        self._at(end_s + self.costs.prefill_base_s, self._begin, job)
+
     def _hand_over(self, job: Job) -> None:
-        self._at(self.now_s + self.costs.transfer_s(job.ask.tokens), self._begin, job)
+        """Decode takes what it lacks."""
+        missing = job.ask.tokens - self._decodes[job.decode].cache.hit(job.ask)
+        self._at(self.now_s + self.costs.transfer_s(missing), self._begin, job)
 
     def _begin(self, job: Job) -> None:
         decode = self._decodes[job.decode]
         decode.begin(job, self.now_s)
+        self._at(self.now_s + self.costs.bus_s, self._tell, decode.cache.keep(job.ask))
         job.first_s = self.now_s + self.costs.step_base_s
         self._watch(decode)
 
@@ -230,7 +240,7 @@ class Cluster:
     def _judge(self, job: Job) -> None:
         costs, out = self.costs, self.outcome
         self._open -= 1
-        self._routers[job.router].fleet.finished(job.decode, 0 if job.prefill else job.ask.tokens)
+        self._routers[job.router].fleet.finished(job.decode, 0 if job.prefill else job.work)
         ttft_s = job.first_s - job.ask.at_s
         tpot_s = (self.now_s - job.first_s) / max(1, job.ask.answer - 1)
         out.ttfts_s.append(ttft_s)
@@ -249,7 +259,7 @@ class Cluster:
         if job.prefill and job.prefilled_s < 0 and self._prefills[job.prefill].running is not job:
             fleet.finished(job.prefill, job.work)
         if job.decode:
-            fleet.finished(job.decode, 0 if job.prefill else job.ask.tokens)
+            fleet.finished(job.decode, 0 if job.prefill else job.work)
             decode = self._decodes[job.decode]
             if job.seated_s >= 0:
                 decode.leave(job)

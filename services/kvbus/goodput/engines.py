@@ -29,6 +29,36 @@ class Job:
         """Given up: its first token can no longer come in time."""
 
 
+class Cache:
+    """An engine's prefix cache; what was used longest ago goes first, of one prompt its end."""
+
+    def __init__(self, name: str, blocks_max: int) -> None:
+        self.mirror = CacheMirror(name, BLOCK)
+        self.blocks_max = blocks_max
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+
+    def hit(self, ask: Ask) -> int:
+        """Tokens of a prompt that are here. The last one is always computed."""
+        hit = 0
+        for name in ask.hashes:
+            if name not in self._blocks:
+                break
+            hit += 1
+        return min(hit * BLOCK, ask.tokens - 1)
+
+    def keep(self, ask: Ask) -> list[Post]:
+        """A prompt's KV is here; what the engine says of it."""
+        blocks = self._blocks
+        stored = [name for name in ask.hashes if name not in blocks]
+        for name in reversed(ask.hashes):
+            blocks[name] = None
+            blocks.move_to_end(name)
+        gone = []
+        while len(blocks) > self.blocks_max:
+            gone.append(blocks.popitem(last=False)[0])
+        return self.mirror.receive([CacheEvent("removed", gone), CacheEvent("stored", stored)])
+
+
 class Prefill:
     """One prompt after the other, in order of arrival."""
 
@@ -38,9 +68,7 @@ class Prefill:
         self.running: Job | None = None
         self.busy_s = 0.0
         self.hit_tokens = self.prompt_tokens = 0
-        self.mirror = CacheMirror(name, BLOCK)
-        self._cache: OrderedDict[bytes, None] = OrderedDict()
-        self._blocks_max = costs.cache_tokens // BLOCK
+        self.cache = Cache(name, costs.cache_tokens // BLOCK)
 
     def accept(self, job: Job) -> bool:
         """Let it wait here; False: the queue is full."""
@@ -56,7 +84,7 @@ class Prefill:
             job = self.queue.popleft()
             if job.late:
                 continue
-            hit = self._hit(job.ask)
+            hit = self.cache.hit(job.ask)
             took_s = self.costs.prefill_s(max(1, job.ask.tokens - hit))
             if now_s + took_s > job.ask.at_s + self.costs.ttft_max_s:
                 late.append(job)
@@ -72,34 +100,19 @@ class Prefill:
         """The prompt is computed: its blocks are in the cache, and others have left it."""
         job, self.running = self.running, None
         assert job is not None
-        cache, hashes = self._cache, job.ask.hashes
-        stored = [name for name in hashes if name not in cache]
-        for name in reversed(hashes):
-            cache[name] = None
-            cache.move_to_end(name)
-        gone = []
-        while len(cache) > self._blocks_max:
-            gone.append(cache.popitem(last=False)[0])
-        return self.mirror.receive([CacheEvent("removed", gone), CacheEvent("stored", stored)])
+        return self.cache.keep(job.ask)
 
     def load(self) -> LoadReported:
         """As an engine reports it."""
-        free = self._blocks_max - sum(len(job.ask.hashes) for job in self.queue)
+        total = self.cache.blocks_max
+        free = total - sum(len(job.ask.hashes) for job in self.queue)
         return LoadReported(
             engine_id=self.name,
             running=int(self.running is not None),
             waiting=len(self.queue),
             free_blocks=max(0, free),
-            total_blocks=self._blocks_max,
+            total_blocks=total,
         )
-
-    def _hit(self, ask: Ask) -> int:
-        hit = 0
-        for name in ask.hashes:
-            if name not in self._cache:
-                break
-            hit += 1
-        return min(hit * BLOCK, ask.tokens - 1)
 
 
 class Decode:
@@ -109,6 +122,8 @@ class Decode:
         self.name, self.costs = name, costs
         self.waiting: deque[Job] = deque()
         self.seats = 0
+        self.cache = Cache(name, costs.decode_tokens // BLOCK)
+        """Prompts of requests that run, and of those that have ended as long as nobody needs their memory."""
         self.tokens = 0
         """Reserved, by requests that run and those whose KV is on its way."""
         self.batch: list[tuple[float, int, Job]] = []
@@ -144,10 +159,11 @@ class Decode:
         heappush(self.batch, (self._steps + job.ask.answer, job.number, job))
         self._batch_tokens += job.ask.tokens
 
-    def delay(self, now_s: float, seconds: float) -> None:
-        """The engine computes a prompt itself: the batch stands still."""
+    def delay(self, now_s: float, seconds: float) -> float:
+        """The engine computes a prompt itself: the batch stands still until the moment that this returns."""
         self._advance(now_s)
-        self._at_s += seconds
+        self._at_s = max(self._at_s, now_s) + seconds
+        return self._at_s
 
     def next_end_s(self) -> float | None:
         """When the next request of the batch ends, if nothing changes."""

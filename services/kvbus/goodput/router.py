@@ -68,10 +68,10 @@ class SimRouter:
             self.fleet.card_seen(
                 EngineCard(
                     engine_id=name, role=role, model="m", http_url="", block_size=BLOCK, num_blocks=1, incarnation="",
-                    capabilities=[CACHE] if role == "prefill" else [],
+                    capabilities=[CACHE],
                 )
             )  # fmt: skip
-        self.index.follow({name: "" for name, role in self._engines.items() if role == "prefill"})
+        self.index.follow(dict.fromkeys(self._engines, ""))
         self._sent: dict[str, Prompt] = {}
 
     def choose(self, job: Job, prompt: Prompt, now_s: float) -> RouteChoice:
@@ -85,25 +85,26 @@ class SimRouter:
                 prompt_bytes=prompt.size,
                 prompt_tokens=ask.tokens,
                 prefills=self._views("prefill", now_s, hits),
-                decodes=self._views("decode", now_s, {}),
+                decodes=self._views("decode", now_s, hits),
                 conversation=ask.session,
                 head=prompt.head,
             )
         )
         job.mode, job.prefill, job.decode = choice.mode, choice.prefill_id, choice.decode_id
-        job.work = max(1, ask.tokens - hits.get(choice.prefill_id, 0))
+        job.work = max(1, ask.tokens - hits.get(choice.prefill_id or choice.decode_id, 0))
         self._sent[job.key] = prompt
-        for name, work in ((job.prefill, job.work), (job.decode, 0 if job.prefill else ask.tokens)):
+        for name, work in ((job.prefill, job.work), (job.decode, 0 if job.prefill else job.work)):
             if name:
                 self.fleet.sent(name, work)
         return choice
 
     def choose_decode(self, job: Job, prompt: Prompt, now_s: float) -> str:
         """Mode deferred, the second question."""
+        hits = self.index.hits(self.heads.known(prompt))
         choice = self.policy.choose(
             RouteQuestion(
                 request_id=job.key, model="m", prompt_bytes=prompt.size, prompt_tokens=job.ask.tokens, prefills=(),
-                decodes=self._views("decode", now_s, {}), conversation=job.ask.session, head=prompt.head,
+                decodes=self._views("decode", now_s, hits), conversation=job.ask.session, head=prompt.head,
                 asked="deferred", part="decode",
             )
         )  # fmt: skip

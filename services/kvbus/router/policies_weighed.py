@@ -2,11 +2,13 @@
 
 The default answers three questions.
 
-**Which prefill?** The one with the least to compute before it, REQUEST_BASE_TOKENS added for each request there, where
-what it holds of this prompt, or gets back of its conversation, counts PREFIX_WEIGHT times. A prefix is worth more than
-the time to compute it once: whoever computes it elsewhere makes that engine's queue longer for all who come after, and
-drives out what others have there. So a request goes to another engine only when the queue at the one with the prefix
-is that much longer; a prefix that everybody shares is short, and does not hold. `queued` and `prefix` say so.
+**Which prefill?** The one with the least to compute before it, where each request there counts as REQUEST_BASE_TOKENS
+and as OWN_WEIGHT times what this one has to compute, and what the engine holds of this prompt, or gets back of its
+conversation, counts PREFIX_WEIGHT times. A prefix is worth more than the time to compute it once: whoever computes it
+elsewhere makes that engine's queue longer for all who come after, and drives out what others have there. So a request
+goes to another engine only when the queue at the one with the prefix is that much longer; a prefix that everybody
+shares is short, and does not hold. And who computes much goes where few come, since all who come next wait for it.
+`prefix`, `queued` and `held_up` say so.
 
 **Which decode?** The one with the fewest requests, full memory counted as USED_REQUESTS more of them, those that wait
 as WAITING_REQUESTS each, and what it holds of the prompt already as one less for HELD_TOKENS: moving tokens costs
@@ -16,9 +18,12 @@ little beside computing them, so that a conversation stays as long as its decode
 1. what the client asks for; `local` where no prefill is alive.
 2. `local` for a prompt of at most LOCAL_TOKENS. That costs the decode's batch less than a step's time, and a hand-off
    costs two requests and some ten milliseconds. Not while the decode's blocks are short or many wait there.
-3. `deferred` under pressure: where the chosen decode has less than PRESSED_FREE of its blocks free, and the prefill has
+3. `local` as well where prefill has LOCAL_QUEUE_TOKENS or more queued, LOCAL_QUEUE_WEIGHT times what the decode would
+   have to compute, of which it has not more than LOCAL_MAX_TOKENS at a time: the batch stands still for less time than
+   the prompt would wait. A decode that keeps what a conversation has had so far computes only what is new.
+4. `deferred` under pressure: where the chosen decode has less than PRESSED_FREE of its blocks free, and the prefill has
    more queued than the prompt itself. Registered early, the prompt's blocks would be held all the time that it queues.
-4. `pull` on stock engines, else `early`.
+5. `pull` on stock engines, else `early`.
 """
 
 from collections.abc import Sequence
@@ -37,12 +42,18 @@ from kvbus_schemas import Candidate, EngineView, Mode
 
 LOCAL_TOKENS = 64
 """What a decode computes itself. The same bound as for reuse: fewer tokens are not worth a transfer."""
+LOCAL_QUEUE_TOKENS = 40_000
+"""A second of prefill's time."""
+LOCAL_QUEUE_WEIGHT = 8
+LOCAL_MAX_TOKENS = 32_768
+"""A few steps of the batch: vLLM computes a prompt in chunks between which it goes on."""
 LOCAL_WAITING_MAX = 4
 """Requests that wait at the decode, those included that this router has sent since its last report."""
 PRESSED_FREE = 0.1
-PREFIX_WEIGHT = 32.0
+PREFIX_WEIGHT = 128.0
 REQUEST_BASE_TOKENS = 4000
 """What a prompt costs beside its tokens: 0.1 s at 37,000 tokens/s (see `kvbus.goodput.costs`)."""
+OWN_WEIGHT = 2.0
 REQUEST_TOKENS = 1000
 """Prompt tokens that a request stands for on an engine of which nothing better is known."""
 USED_REQUESTS = 32.0
@@ -103,25 +114,39 @@ class Weighed:
 
     def _ranked(self, engines: Sequence[EngineView], question: RouteQuestion) -> list[Candidate]:
         turned = in_turn(engines, self._turn)
-        if engines[0].role == "prefill":
-            return ranked(turned, [_prefill_score(engine) for engine in turned], _prefill_terms)
-        return ranked(turned, [_decode_score(engine) for engine in turned], _decode_terms)
+        if engines[0].role == "decode":
+            return ranked(turned, [_decode_score(engine) for engine in turned], _decode_terms)
+        tokens = question.prompt_tokens
+        scores = [_prefill_score(engine, tokens) for engine in turned]
+        return ranked(turned, scores, lambda engine: _prefill_terms(engine, tokens))
 
 
-def _prefill_score(engine: EngineView) -> float:
+def _prefill_score(engine: EngineView, prompt_tokens: int) -> float:
     """Minus the tokens that come first; this prompt's own, which are the same for all, are left out."""
     weight = PREFIX_WEIGHT if engine.cache != "degraded" else PREFIX_WEIGHT * DEGRADED_SHARE
     count = engine.running + engine.waiting
     queued = (engine.queued_tokens or count * REQUEST_TOKENS) + count * REQUEST_BASE_TOKENS
+    held_up = count * OWN_WEIGHT * (prompt_tokens - engine.hit_tokens) if prompt_tokens > engine.hit_tokens else 0.0
     used = 1.0 - engine.free_blocks / engine.total_blocks if engine.total_blocks else 0.0
-    return weight * engine.hit_tokens - queued - used * USED_TOKENS
+    return weight * engine.hit_tokens - queued - held_up - used * USED_TOKENS
 
 
-def _prefill_terms(engine: EngineView) -> dict[str, float]:
+def _prefill_terms(engine: EngineView, prompt_tokens: int) -> dict[str, float]:
     weight = PREFIX_WEIGHT if engine.cache != "degraded" else PREFIX_WEIGHT * DEGRADED_SHARE
     count = engine.running + engine.waiting
-    queued = (engine.queued_tokens or count * REQUEST_TOKENS) + count * REQUEST_BASE_TOKENS
-    return {"prefix": weight * engine.hit_tokens, "queued": -queued, "used_blocks": -used_of(engine) * USED_TOKENS}
+    held_up = count * OWN_WEIGHT * max(0, prompt_tokens - engine.hit_tokens)
+    return {
+        "prefix": weight * engine.hit_tokens,
+        "queued": -float(_queued(engine)),
+        "held_up": -held_up,
+        "used_blocks": -used_of(engine) * USED_TOKENS,
+    }
+
+
+def _queued(engine: EngineView) -> int:
+    """Tokens that a prefill computes first."""
+    count = engine.running + engine.waiting
+    return (engine.queued_tokens or count * REQUEST_TOKENS) + count * REQUEST_BASE_TOKENS
 
 
 def _decode_score(engine: EngineView) -> float:
@@ -138,11 +163,23 @@ def _decode_terms(engine: EngineView) -> dict[str, float]:
 
 def _mode(question: RouteQuestion, mode: Mode, prefill: EngineView, decode: EngineView) -> tuple[Mode, str]:
     pressed = bool(decode.total_blocks) and decode.free_blocks < decode.total_blocks * PRESSED_FREE
-    if 0 < question.prompt_tokens <= LOCAL_TOKENS and not pressed and decode.waiting <= LOCAL_WAITING_MAX:
-        return "local", f"only about {question.prompt_tokens} tokens to compute"
+    if question.prompt_tokens > 0 and not pressed and decode.waiting <= LOCAL_WAITING_MAX:
+        if question.prompt_tokens <= LOCAL_TOKENS:
+            return "local", f"only about {question.prompt_tokens} tokens to compute"
+        if mode == "early" and (tokens := _better_local(question.prompt_tokens, prefill, decode)):
+            return "local", f"about {tokens} tokens to compute, and prefill has {_queued(prefill)} queued"
     if mode == "early" and pressed and prefill.queued_tokens > question.prompt_tokens - prefill.hit_tokens:
         return "deferred", "decode is short of blocks and prefill has a queue"
     return mode, "stock engines" if mode == "pull" else "default"
+
+
+def _better_local(prompt_tokens: int, prefill: EngineView, decode: EngineView) -> int:
+    """How many tokens the decode had better compute itself, since prefill has so much more to do; 0: it had not."""
+    queued = _queued(prefill)
+    missing = prompt_tokens - min(decode.hit_tokens, prompt_tokens - 1) * bool(decode.cache)
+    if queued < max(LOCAL_QUEUE_TOKENS, missing * LOCAL_QUEUE_WEIGHT):
+        return 0
+    return missing if decode.queued_tokens + missing <= LOCAL_MAX_TOKENS else 0
 
 
 def _about(question: RouteQuestion, prefill: EngineView | None = None) -> str:
