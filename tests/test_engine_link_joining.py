@@ -10,7 +10,8 @@ from tests.engine_world import card
 from kvbus.bus import Bus, BusSettings
 from kvbus.embedded import EmbeddedNats
 from kvbus.engine.link import Link, LinkHandlers
-from kvbus_schemas import EngineCard, decode, subjects
+from kvbus.local.ports import free_port
+from kvbus_schemas import EVERYONE, EngineCard, LoadReported, Post, decode, subjects
 
 pytestmark = pytest.mark.nats
 
@@ -59,4 +60,20 @@ async def test_an_engine_that_starts_while_nats_stops_is_announced_all_the_same(
         await bus.close()
     finally:
         server.send(signal.SIGCONT)
+        await asyncio.to_thread(link.stop)
+
+
+async def test_what_is_posted_before_nats_is_there_goes_out_with_nothing_said_after_it() -> None:
+    server = EmbeddedNats(port=free_port())
+    link = Link(BusSettings(nats=server.url), name="d0", engine_id="d0", incarnation="i")
+    link.start(LinkHandlers(hear=lambda _: None, seen=lambda _: None, gone=lambda _: None))
+    link.post([Post(EVERYONE, LoadReported(engine_id="d0", running=7, waiting=0, free_blocks=1, total_blocks=1))])
+    try:
+        with server:
+            bus = await Bus.connect(BusSettings(nats=server.url), name="observer", incarnation="i")
+            async with asyncio.timeout(ANNOUNCED_MAX_S):
+                while not [m async for _, _, _, m in bus.replay(subjects.of_kind(LoadReported), since_s=60.0)]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            await bus.close()
+    finally:
         await asyncio.to_thread(link.stop)

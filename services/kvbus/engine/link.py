@@ -5,20 +5,19 @@ to `seen` and `gone`. The scheduler's link also keeps the engine's card alive an
 """
 
 import asyncio
-import contextlib
 import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import msgspec
 import structlog
 
-from kvbus.bus import Bucket, Bus, BusSettings, RevisionError
+from kvbus.bus import Bus, BusSettings
+from kvbus.bus.bounded import end
+from kvbus.engine.own_card import BOOT_ID, OwnCard
 from kvbus.engine.own_matcher import OwnMatcher
-from kvbus.engine.peers import PRESENCE_LEASE_S, PRESENCE_RENEW_S
+from kvbus.engine.peers import PRESENCE_RENEW_S
 from kvbus.errors import BusError
 from kvbus.presence import Cards
 from kvbus_schemas import (
@@ -30,7 +29,6 @@ from kvbus_schemas import (
     Post,
     UndecodableError,
     decode,
-    encode,
     subjects,
 )
 
@@ -42,19 +40,6 @@ LOAD_EVERY_S = 0.5
 LOAD_AT_LEAST_S = 2.0
 CONNECT_AGAIN_S = 1.0
 KEEP_TIME_S = 0.25
-LAPSE_S = PRESENCE_LEASE_S - 1.0
-"""A card that is missing, and was sent less than this ago, has not expired: the server has lost it."""
-
-
-def _boot_id() -> str:
-    """Which boot of which host this is; processes with the same one share the monotonic clock."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-BOOT_ID = _boot_id()
 
 
 @dataclass
@@ -78,12 +63,6 @@ class LinkState:
     was read, since a process that was stopped reads old cards when it goes on."""
     lease: int = 0
     """Lease of that card."""
-    own_lease: int = 1
-    """Lease that the process puts which keeps the card."""
-    revision: int = 0
-    """Of the card in the bucket, in that process."""
-    put_s: float = 0.0
-    """When that process sent it."""
     dropped: int = 0
     draining: bool = False
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -101,7 +80,7 @@ class Link:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
-        self._card_known = False
+        self._own_card = OwnCard()
         self._cards = Cards()
         self.own_matcher: OwnMatcher | None = None
         self.said: Callable[[Message], None] = _nothing
@@ -182,10 +161,9 @@ class Link:
                 tasks.append(asyncio.create_task(self._forever(self._report_load)))
             while not self.state.stopping.is_set():  # noqa: ASYNC110  (set from another thread)
                 await asyncio.sleep(0.1)
-            await self._withdraw(bus)
+            await self._own_card.withdraw(bus, self.engine_id)
         finally:
-            for task in tasks:
-                task.cancel()
+            await end(*tasks)
             await bus.close()
 
     async def _join(self) -> Bus | None:
@@ -231,11 +209,11 @@ class Link:
     async def _pump(self) -> None:
         assert self._news is not None
         while True:
-            await self._news.wait()
-            self._news.clear()
+            self._news.clear()  # before the look, which also finds what came before the bus did, or a failure
             while self.bus is not None and not self._posts.empty():
                 post = self._posts.get_nowait()
                 await self.bus.publish(post.message, post.to)
+            await self._news.wait()
 
     async def _hear(self, message: Message) -> None:
         assert self._handlers is not None
@@ -292,37 +270,8 @@ class Link:
         card = self._handlers.card()
         if card is None:
             return False
-        card = msgspec.structs.replace(self.bus.envelope(card), draining=self.state.draining, boot_id=BOOT_ID)
-        await self._renew(await self.bus.bucket(subjects.ENGINES_BUCKET), card)
-        if not self._card_known:
-            self._card_known = True
-            log.info("engine_announced", engine_id=card.engine_id, incarnation=card.incarnation, role=card.role)
+        await self._own_card.put(self.bus, card, draining=self.state.draining)
         return True
-
-    async def _renew(self, bucket: Bucket, card: EngineCard) -> None:
-        """Put the card where its predecessor is. If that has expired, others may have seen us gone and count us as
-        fenced: what they were promised is void, which a new lease number says. (A restarted server has lost the card
-        without its having expired.)"""
-        state, now_s = self.state, time.monotonic()
-        card = msgspec.structs.replace(card, lease=state.own_lease, put_monotonic_s=now_s)
-        revision = 0
-        if state.revision:
-            with contextlib.suppress(RevisionError):
-                revision = await bucket.update(
-                    card.engine_id, encode(card), revision=state.revision, ttl_s=PRESENCE_LEASE_S
-                )
-        if not revision:
-            if state.put_s and now_s - state.put_s > LAPSE_S:
-                state.own_lease += 1
-            card = msgspec.structs.replace(card, lease=state.own_lease)
-            revision = await bucket.put(card.engine_id, encode(card), ttl_s=PRESENCE_LEASE_S)
-        state.revision, state.put_s = revision, now_s
-
-    async def _withdraw(self, bus: Bus) -> None:
-        assert self._handlers is not None
-        if self._handlers.card is not None and self._card_known:
-            bucket = await bus.bucket(subjects.ENGINES_BUCKET)
-            await bucket.delete(self.engine_id)
 
     async def _report_load(self) -> None:
         assert self._handlers is not None and self._handlers.load is not None and self.bus is not None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvbus.engine.link import LAPSE_S
+from kvbus.engine.own_card import LAPSE_S
 from kvbus.engine.peers import PRESENCE_LEASE_S, PRESENCE_RENEW_S
 from kvbus.presence import Cards
 from kvbus.sim.bus import Station
