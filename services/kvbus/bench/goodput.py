@@ -7,14 +7,13 @@ refused, or given up since it would be late, counts as missed. What things cost 
 import datetime
 import os
 import platform
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from kvbus.bench.report import Report
+from kvbus.bench.report import Report, say
 from kvbus.errors import CommandFailed, ConfigError
 from kvbus.goodput.run import POLICIES, QUICK, Plan, Verdict, arms_of, run, verdicts
 from kvbus.goodput.traces import Ask, read_trace, summary
@@ -32,7 +31,7 @@ COLUMNS = [
 
 def report_of(asks: list[Ask], plan: Plan, workload: str) -> Report:
     """Run everything."""
-    found = run(asks, plan, _say)
+    found = run(asks, plan, say)
     conditions: dict[str, object] = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
@@ -107,7 +106,3 @@ def _loads(text: str) -> tuple[float, ...]:
     if any(one <= 0 for one in found):
         raise ConfigError(f"--loads must be shares above 0 with commas, not {text!r}")
     return found
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201  (progress; the report goes to stdout)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -150,6 +151,6 @@ def wait_ready(url: str, request: bytes, process: subprocess.Popen[bytes], log: 
             with urllib.request.urlopen(asked, timeout=5) as answer:  # noqa: S310
                 json.loads(answer.read())
                 return
-        except (urllib.error.URLError, OSError, ValueError):
+        except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
             time.sleep(READY_POLL_S)
     raise CommandFailed(f"not ready: {log.read_text(errors='replace')[-500:]}")
