@@ -52,6 +52,7 @@ FOUND_WITH_REUSE = {
     "a_holder_whose_consumer_died_without_a_word_never_gave_its_blocks_back": (50_051, "crash,loss"),
     "a_claimed_offer_was_stored_again_out_of_the_stream_after_its_bucket_in_memory_was_lost": (260, "nats,reuse"),
     "a_claimed_offer_was_granted_again_from_memory_after_its_bucket_was_lost": (422, "all"),
+    "a_claimed_offer_was_granted_again_by_who_had_heard_of_it_a_second_late": (7_264_161, "all"),
 }
 
 

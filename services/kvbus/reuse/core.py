@@ -19,8 +19,8 @@ holds across any number of processes and restarts.
     held             ReuseWithdrawn of it         over: withdrawn, ...  -
     nothing          ReuseWithdrawn               over, for a moment    - (its offer may be on its way)
 
-A claim writes `over` instead of deleting the key: a repeat of the same offer, heard by another process or after a
-restart, would otherwise be stored and claimed again. No write makes an offer live longer.
+A claim writes `over` instead of deleting the key, and that outlives the offer: a repeat of the same offer, heard late,
+by another process or after a restart, would otherwise be stored and claimed again. No write makes an offer live longer.
 
 A turn may follow within milliseconds of the last one's end, while the last one's offer is still on its way into the
 bucket. So every process hears every offer, and whoever is asked takes what it has heard as if it were there (`newest`):
@@ -45,7 +45,8 @@ WHY_WITHDRAWN: dict[str, MissReason] = {
     "restarted": "engine_gone",
 }
 MARK_S = 10.0
-"""How long a withdrawal waits for an offer that it has overtaken."""
+"""How long a withdrawal waits for an offer that it has overtaken; and for how long it is known beyond an offer's end
+that the offer is over: whoever has heard of it late believes that it ends later."""
 
 _KEY = re.compile(r"[0-9a-f]{32}")
 
@@ -137,7 +138,7 @@ def judge_offer(
     if old is not None and found is not None and found.is_held and old_is_live:
         posts.append(_released(offer.conversation, old, "replaced"))
     if offer.token_count < rules.min_tokens:
-        record = record.is_over("too_short", left_s)
+        record = record.is_over("too_short", left_s + MARK_S)
         posts.append(_released(offer.conversation, record, "too_short"))
         return Verdict("too_short", write=record, posts=tuple(posts))
     return Verdict("replaced" if posts else "stored", write=record, posts=tuple(posts))
@@ -156,7 +157,7 @@ def judge_withdrawal(message: ReuseWithdrawn, found: Found | None) -> Verdict:
         return Verdict("unknown")
     if record.over is not None:
         return Verdict("repeated")
-    return Verdict(message.reason, write=record.is_over(reason, found.key_left_s))
+    return Verdict(message.reason, write=_over(record, reason, found))
 
 
 def newest(
@@ -209,7 +210,7 @@ def judge_ask(  # noqa: PLR0911  (one for each reason)
         grant=_grant(asked, record, transfer_id),
         age_s=round(record.age_s + max(0.0, record.lifetime_s - found.left_s), 3),
     )
-    taken = record.is_over("claimed", found.key_left_s) if asked.claim else None
+    taken = _over(record, "claimed", found) if asked.claim else None
     return Verdict("granted" if asked.claim else "looked", write=taken, answer=answer)
 
 
@@ -222,7 +223,11 @@ def _too_short(asked: ReuseAsked, record: Record, found: Found) -> Verdict:
     if not asked.claim:
         return Verdict("too_short", answer=answer)
     post = _released(asked.conversation, record, "too_short")
-    return Verdict("too_short", write=record.is_over("too_short", found.key_left_s), posts=(post,), answer=answer)
+    return Verdict("too_short", write=_over(record, "too_short", found), posts=(post,), answer=answer)
+
+
+def _over(record: Record, reason: MissReason, found: Found) -> Record:
+    return record.is_over(reason, found.key_left_s + MARK_S)
 
 
 def _grant(asked: ReuseAsked, record: Record, transfer_id: str) -> ReuseGrant:

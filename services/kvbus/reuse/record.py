@@ -21,8 +21,8 @@ class Spoken(NamedTuple):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The value of one key. An offer that is over stays, without its chain, for what is left of its lifetime: so that
-    a repeat of it is known for one, after any restart, and so that a miss can say why."""
+    """The value of one key. An offer that is over stays, without its chain, until a little after its end: so that a
+    repeat of it is known for one, after any restart, and so that a miss can say why."""
 
     offer_id: str
     offer_seq: int
