@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvbus.presence import CARD_TTL_S
-from kvbus.reuse.core import Found, Rules, Verdict, judge_ask, judge_offer, judge_withdrawal
+from kvbus.reuse.core import MARK_S, Found, Rules, Verdict, judge_ask, judge_offer, judge_withdrawal
 from kvbus.reuse.engines import Engines, Standing
 from kvbus.reuse.memory import Memory
 from kvbus.reuse.record import BEFORE_MAX, Record, decode, encode
