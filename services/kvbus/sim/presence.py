@@ -19,6 +19,8 @@ from kvbus_schemas import EngineCard
 
 CardChanged = Callable[[str, EngineCard | None], None]
 KEEP_TIME_S = 0.25
+WATCH_STEP_S = 1e-6
+"""Between two events of one watch, whose order must not hang on the rounding of a sum."""
 EXPIRY_LATE_S = 0.3
 """The server looks for expired keys now and then."""
 
@@ -220,7 +222,7 @@ class Presence:
         delay_s = 0.001 + 0.01 * rng.random()
         if weather.delay and rng.random() < weather.delay:
             delay_s += weather.delay_max_s * rng.random()
-        at_s = watcher.last_s = max(self.world.now + delay_s, watcher.last_s)
+        at_s = watcher.last_s = max(self.world.now + delay_s, watcher.last_s + WATCH_STEP_S)
         self.world.after(at_s - self.world.now, watcher.station.process, watcher.changed, engine_id, card)
 
     def _snapshot(self, watcher: Watcher) -> None:
