@@ -222,6 +222,7 @@ BUSY = {"total_blocks": 100, "free_blocks": 5}
         (7000, {}, 90_000, {}, "local"),
         (4000, {"queued_tokens": 30_000}, 50_000, {}, "early"),  # decode has enough of its own already
         (64_000, {"hit_tokens": 60_000, "cache": "exact"}, 50_000, {}, "local"),  # it computes what it lacks
+        (64_000, {"hit_tokens": 60_000, "cache": "degraded"}, 50_000, {}, "early"),  # half of it at the most
         (64_000, {"hit_tokens": 60_000}, 50_000, {}, "early"),  # held for prefill to take back, not in a cache
         (4000, {}, 50_000, {"asked": "early"}, "early"),
         (4000, {}, 50_000, {"asked": "pull", "free": True}, "pull"),

@@ -3,15 +3,16 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from typer.testing import CliRunner
 
-from kvbus.cli.sim import register
+from kvbus.cli.sim import _watched, register
 from kvbus.engine import consumer
 from kvbus.engine.consumer import ConsumerCore, State, Steps, Waiting
 from kvbus.engine.landing import LandingCore
@@ -257,3 +258,21 @@ def test_runs_without_findings_are_summed_up() -> None:
 def test_unknown_choices_are_wrong_usage(arguments: tuple[str, str]) -> None:
     error, _ = invoke(*arguments)
     assert isinstance(error, ConfigError)
+
+
+def test_a_search_ends_at_the_first_signal_and_sums_up() -> None:
+    """The signal was lost now and then, where it came in a destructor."""
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    first, second, third = (Hunt(runs=runs) for runs in (200, 400, 600))
+
+    def totals() -> Iterator[Hunt]:
+        yield first
+        signal.raise_signal(signal.SIGINT)
+        yield second
+        yield third
+
+    try:
+        assert _watched(totals()) is second
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])

@@ -227,18 +227,17 @@ class Fleet:
     async def _until_ready(self) -> None:
         await self.wait_engines()
         deadline_s = time.monotonic() + READY_MAX_S
+        routers = zip(self.routers, self.router_ports, strict=True)
+        awaited = [(f"http://127.0.0.1:{port}", [child, *self.matchers, *self.reuses]) for child, port in routers]
+        if self.console_url:
+            awaited.append((self.console_url, [self.observers[-1]]))
         async with aiohttp.ClientSession() as http:
-            for child, port in zip(self.routers, self.router_ports, strict=True):
-                while not await _healthy(http, f"http://127.0.0.1:{port}"):
-                    child.check()
-                    for other in (*self.matchers, *self.reuses):
-                        other.check()
-                    _check_time(deadline_s, READY_MAX_S, [child.name], self.log_dir)
+            for url, children in awaited:
+                while not await _healthy(http, url):
+                    for child in children:
+                        child.check()
+                    _check_time(deadline_s, READY_MAX_S, [children[0].name], self.log_dir)
                     await asyncio.sleep(LOOK_EVERY_S)
-            while self.console_url and not await _healthy(http, self.console_url):
-                self.observers[-1].check()
-                _check_time(deadline_s, READY_MAX_S, ["console"], self.log_dir)
-                await asyncio.sleep(LOOK_EVERY_S)
         self.say(f"ready: {self.base_url}")
 
     def _prepare_model(self) -> None:

@@ -63,6 +63,8 @@ USED_TOKENS = 64.0
 """Among prefills that would be done at the same time the emptier one: a full memory counts as so many tokens."""
 DEGRADED_SHARE = 0.5
 """What a prefix counts for where the engine's cache is known only in part."""
+CACHED_SHARE = {"exact": 1.0, "degraded": DEGRADED_SHARE, "": 0.0}
+"""Of a decode's prefix, what it need not compute; without a cache it is held for a prefill to take back."""
 
 
 class PrefixAware:
@@ -124,21 +126,17 @@ class Weighed:
 def _prefill_score(engine: EngineView, prompt_tokens: int) -> float:
     """Minus the tokens that come first; this prompt's own, which are the same for all, are left out."""
     weight = PREFIX_WEIGHT if engine.cache != "degraded" else PREFIX_WEIGHT * DEGRADED_SHARE
-    count = engine.running + engine.waiting
-    queued = (engine.queued_tokens or count * REQUEST_TOKENS) + count * REQUEST_BASE_TOKENS
-    held_up = count * OWN_WEIGHT * (prompt_tokens - engine.hit_tokens) if prompt_tokens > engine.hit_tokens else 0.0
     used = 1.0 - engine.free_blocks / engine.total_blocks if engine.total_blocks else 0.0
-    return weight * engine.hit_tokens - queued - held_up - used * USED_TOKENS
+    held_up = _held_up(engine, prompt_tokens)
+    return weight * engine.hit_tokens - _queued(engine) - held_up - used * USED_TOKENS
 
 
 def _prefill_terms(engine: EngineView, prompt_tokens: int) -> dict[str, float]:
     weight = PREFIX_WEIGHT if engine.cache != "degraded" else PREFIX_WEIGHT * DEGRADED_SHARE
-    count = engine.running + engine.waiting
-    held_up = count * OWN_WEIGHT * max(0, prompt_tokens - engine.hit_tokens)
     return {
         "prefix": weight * engine.hit_tokens,
         "queued": -float(_queued(engine)),
-        "held_up": -held_up,
+        "held_up": -_held_up(engine, prompt_tokens),
         "used_blocks": -used_of(engine) * USED_TOKENS,
     }
 
@@ -147,6 +145,12 @@ def _queued(engine: EngineView) -> int:
     """Tokens that a prefill computes first."""
     count = engine.running + engine.waiting
     return (engine.queued_tokens or count * REQUEST_TOKENS) + count * REQUEST_BASE_TOKENS
+
+
+def _held_up(engine: EngineView, prompt_tokens: int) -> float:
+    """What those who come next wait for it."""
+    own = prompt_tokens - engine.hit_tokens
+    return (engine.running + engine.waiting) * OWN_WEIGHT * own if own > 0 else 0.0
 
 
 def _decode_score(engine: EngineView) -> float:
@@ -176,7 +180,7 @@ def _mode(question: RouteQuestion, mode: Mode, prefill: EngineView, decode: Engi
 def _better_local(prompt_tokens: int, prefill: EngineView, decode: EngineView) -> int:
     """How many tokens the decode had better compute itself, since prefill has so much more to do; 0: it had not."""
     queued = _queued(prefill)
-    missing = prompt_tokens - min(decode.hit_tokens, prompt_tokens - 1) * bool(decode.cache)
+    missing = max(1, prompt_tokens - int(decode.hit_tokens * CACHED_SHARE[decode.cache]))
     if queued < max(LOCAL_QUEUE_TOKENS, missing * LOCAL_QUEUE_WEIGHT):
         return 0
     return missing if decode.queued_tokens + missing <= LOCAL_MAX_TOKENS else 0
